@@ -1,0 +1,21 @@
+"""The index of the pack's nodes."""
+
+import logging
+
+from comfy_api.latest import ComfyExtension, io
+
+
+class NativeInt8Extension(ComfyExtension):
+    """The nodes of Native INT8 DiT."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        """Return the node classes; they are imported here so that loading the pack stays cheap."""
+        try:
+            from .int8_capability_check import INT8CapabilityCheck
+            from .int8_patch_model import INT8PatchModel
+            from .load_dit_native_int8 import LoadDiTNativeINT8
+        except Exception:
+            # ComfyUI logs only the message of an exception raised here, never its traceback
+            logging.getLogger("native_int8.extension").exception("A node of Native INT8 DiT could not be imported.")
+            raise
+        return [LoadDiTNativeINT8, INT8PatchModel, INT8CapabilityCheck]
