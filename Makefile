@@ -1,0 +1,25 @@
+# make demo    the same prompt through the float loader, Load DiT and INT8 Patch Model; pictures in demo_output/
+# make test    all tests
+# make style   ruff
+# make env     only build the environment
+#
+# DEMO and TEST take further arguments:  make demo DEMO="--prompt rocket"   make test TEST="tests/kernels -x"
+
+SHELL := /bin/bash
+ENV := source .ci/env &&
+# Never "python -m pytest": it puts the pack's root on sys.path, where "nodes" and "kernels" shadow the host's.
+PYTEST := "$$PYTHON" -c "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.console_main())"
+
+.PHONY: demo test style env
+
+demo:
+	@$(ENV) "$$PYTHON" tests/demo/run.py $(DEMO)
+
+test:
+	@$(ENV) $(PYTEST) -ra $(TEST)
+
+style:
+	@$(ENV) "$$PYTHON" -m ruff check . && "$$PYTHON" -m ruff format --check .
+
+env:
+	@$(ENV) echo "PYTHON=$$PYTHON COMFYUI_PATH=$$COMFYUI_PATH"
