@@ -1,0 +1,298 @@
+"""Our INT8 linear as a backend of comfy_kitchen, switched on per MODEL.
+
+ComfyUI looks every INT8 matrix product up by name in comfy_kitchen's registry. `register` adds a backend called
+`native_int8` there without touching the priority list, so nothing uses it by itself. `attach` gives one MODEL a
+wrapper around `apply_model` that selects the backend for the calling thread while the model runs. Calls that
+the backend declines go to the host's next backend; both are counted in the MODEL's `CallRecord`.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...kernels import choose, int8_linear
+from ...kernels.capability import detect
+from ...kernels.dispatch import Int8Error
+
+NAME = "native_int8"
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INPUT_ACTS = {None: None, "none": None, "gelu_tanh": "gelu_tanh", "swiglu": "swiglu"}
+LINEAR_KEYS = frozenset(
+    {"x", "weight", "weight_scale", "bias", "out_dtype", "convrot", "convrot_groupsize", "input_act"}
+)
+# arguments of newer hosts that change nothing while they hold these values
+NEUTRAL = {"input_act_weight": None, "input_act_eps": 0.0, "residual": None, "residual_scale": None}
+
+log = logging.getLogger("native_int8.host_backend")
+_running = threading.local()
+_decisions: dict[tuple, str | None] = {}
+_implementations: dict[tuple, str] = {}
+_lock = threading.Lock()
+
+
+class CallRecord:
+    """How often each implementation ran for one MODEL and its clones, and which calls were declined and why."""
+
+    def __init__(self):
+        self.calls: Counter[str] = Counter()
+        self.declined: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add_call(self, implementation: str) -> None:
+        """Count one linear that ran on `implementation`."""
+        with self._lock:
+            self.calls[implementation] += 1
+
+    def add_declined(self, reason: str) -> None:
+        """Count one linear that went to another backend of the host, and log the first of each reason."""
+        with self._lock:
+            self.declined[reason] += 1
+            first = self.declined[reason] == 1
+        if first:
+            log.warning("A linear runs on the host's own INT8 backend: %s.", reason)
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        """Return both counters as plain dictionaries: {"calls": {...}, "declined": {...}}."""
+        with self._lock:
+            return {"calls": dict(self.calls), "declined": dict(self.declined)}
+
+    def reset(self) -> None:
+        """Set both counters to nothing."""
+        with self._lock:
+            self.calls.clear()
+            self.declined.clear()
+
+
+class _UseNativeInt8:
+    """The APPLY_MODEL wrapper: selects our backend, for this thread, while the model runs.
+
+    Clones of a MODEL share this object and so the record.
+    """
+
+    def __init__(self):
+        self.record = CallRecord()
+
+    def __call__(self, executor, *args, **kwargs):
+        from comfy_kitchen.registry import registry
+
+        if not registry.is_available(NAME):
+            self.record.add_declined(f"the backend {NAME} was switched off in comfy_kitchen's registry")
+            return executor(*args, **kwargs)
+        outer = getattr(_running, "record", None)
+        _running.record = self.record
+        try:
+            with registry.use_backend(NAME):
+                return executor(*args, **kwargs)
+        finally:
+            _running.record = outer
+
+
+def register() -> None:
+    """Make the backend known to comfy_kitchen; calling it again changes nothing.
+
+    Raises:
+        RuntimeError: comfy_kitchen is missing or cannot take backends.
+    """
+    try:
+        from comfy_kitchen.constraints import FunctionConstraints
+        from comfy_kitchen.registry import registry
+    except ImportError as error:
+        raise RuntimeError(
+            f"INT8 models need comfy_kitchen with a backend registry, which could not be imported ({error}). "
+            "Install the requirements.txt of this ComfyUI (comfy-kitchen 0.2.26 or newer) and restart it."
+        ) from error
+    with _lock:
+        if NAME in registry.list_backends():
+            return
+        registry.register(
+            NAME,
+            _Functions,
+            {
+                function: FunctionConstraints(default_devices=frozenset({"*"}), call_rules=(_rule(function),))
+                for function in _EXTRA_KEYS
+            },
+        )
+
+
+def attach(model) -> None:
+    """Let the INT8 linears of `model` (a ModelPatcher) run on our kernels; calling it again changes nothing."""
+    from comfy.patcher_extension import WrappersMP
+
+    register()
+    if not is_attached(model):
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, NAME, _UseNativeInt8())
+
+
+def detach(model) -> None:
+    """Take the wrapper of `attach` off `model` again."""
+    from comfy.patcher_extension import WrappersMP
+
+    model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, NAME)
+
+
+def is_attached(model) -> bool:
+    """Whether `attach` was called on `model` or on the MODEL it was cloned from."""
+    return _wrapper_of(model) is not None
+
+
+def record_of(model) -> CallRecord | None:
+    """The call record of `model`, shared with its clones; None when it is not attached."""
+    wrapper = _wrapper_of(model)
+    return None if wrapper is None else wrapper.record
+
+
+def _wrapper_of(model) -> _UseNativeInt8 | None:
+    from comfy.patcher_extension import WrappersMP
+
+    # by attribute, not by class: a reloaded pack has another class of the same meaning
+    wrappers = model.get_wrappers(WrappersMP.APPLY_MODEL, NAME)
+    return next((wrapper for wrapper in wrappers if hasattr(wrapper, "record")), None)
+
+
+class _Functions:
+    """What the registry calls, by the host's function names and with the host's keyword arguments."""
+
+    @staticmethod
+    def int8_linear(
+        x, weight, weight_scale, bias=None, out_dtype=None, convrot=False, convrot_groupsize=256, input_act=None, **_
+    ):
+        """y [..., N] = act(x [..., K]) @ weight [N, K].T with INT8 operands; see `kernels.int8_linear`."""
+        group = int(convrot_groupsize) if convrot else 0
+        act = INPUT_ACTS[input_act]
+        implementation = _implementation(x.device, weight.shape, group, act)
+        record = getattr(_running, "record", None)
+        if record is not None:
+            record.add_call(implementation)
+        return int8_linear(
+            x,
+            weight,
+            weight_scale,
+            bias,
+            rotation_group=group,
+            input_act=act,
+            # the host's own default, though it always passes one
+            out_dtype=out_dtype or torch.bfloat16,
+            implementation=implementation,
+        )
+
+    @staticmethod
+    def int8_linear_modulated(x, modulation_scale, **linear):
+        """`int8_linear` of x * (1 + modulation_scale), one modulation row [K] for all tokens."""
+        # with a backend selected, the host takes this path without asking whether it is fused;
+        # composed here it costs what the host's unfused path costs
+        return _Functions.int8_linear(x * (1.0 + modulation_scale.reshape(x.shape[-1])), **linear)
+
+    @staticmethod
+    def int8_linear_rms_modulated(x, norm_weight, norm_eps, modulation_scale, **linear):
+        """`int8_linear_modulated` of rms_norm(x), with norm_weight [K]."""
+        normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), norm_weight.reshape(-1), norm_eps)
+        return _Functions.int8_linear_modulated(normed, modulation_scale, **linear)
+
+
+_EXTRA_KEYS = {
+    "int8_linear": frozenset(),
+    "int8_linear_modulated": frozenset({"modulation_scale"}),
+    "int8_linear_rms_modulated": frozenset({"modulation_scale", "norm_weight", "norm_eps"}),
+}
+
+
+def _rule(function: str):
+    """The registry's question "can you run this call?" for one function, answered by `_refusal`."""
+
+    def rule(kwargs: Mapping[str, Any]):
+        from comfy_kitchen.constraints import ValidationResult
+
+        reason = _refusal(function, kwargs)
+        if reason is None:
+            return ValidationResult.ok()
+        record = getattr(_running, "record", None)
+        if record is not None:
+            record.add_declined(reason)
+        return ValidationResult.fail(function, reason)
+
+    return rule
+
+
+def _refusal(function: str, kwargs: Mapping[str, Any]) -> str | None:
+    """None if the call can run on our kernels, else one sentence that says why not."""
+    if not kwargs:
+        return None
+    extra = _EXTRA_KEYS[function]
+    for name, value in kwargs.items():
+        if name in LINEAR_KEYS or name in extra:
+            continue
+        if name not in NEUTRAL:
+            return f"the argument {name} is not known here"
+        neutral = NEUTRAL[name]
+        # eps only means something together with an rms_norm input, which is refused below
+        if name != "input_act_eps" and value is not neutral:
+            return f"the argument {name} is not supported"
+    x, weight, scale = (kwargs.get(name) for name in ("x", "weight", "weight_scale"))
+    missing = [name for name in ("x", "weight") if not isinstance(kwargs.get(name), torch.Tensor)]
+    if missing:
+        return f"{' and '.join(missing)} must be tensors"
+    for name in extra - {"norm_eps"}:
+        if kwargs.get(name) is None or kwargs[name].numel() != weight.shape[-1]:
+            return f"{name} must hold one row of {weight.shape[-1]} values"
+    # everything below is a static fact of a layer, so it is worked out once
+    key = (
+        x.dtype, x.device, x.ndim, x.shape[-1:], weight.dtype, weight.device, weight.shape,
+        None if scale is None else (scale.dtype, scale.device, scale.numel()),
+        kwargs.get("out_dtype"), kwargs.get("convrot"), kwargs.get("convrot_groupsize"), kwargs.get("input_act"),
+    )  # fmt: skip
+    if key not in _decisions:
+        _decisions[key] = _static_refusal(x, weight, scale, kwargs)
+    return _decisions[key]
+
+
+def _static_refusal(x, weight, scale, kwargs) -> str | None:
+    if x.dtype not in FLOAT_DTYPES:
+        return f"x is {x.dtype}; float16, bfloat16 or float32 is needed"
+    if not 1 <= x.ndim <= 5:
+        return f"x has {x.ndim} dimensions; 1 to 5 are supported"
+    if weight.dtype != torch.int8 or weight.ndim != 2:
+        return f"weight is {weight.dtype} with {weight.ndim} dimensions; int8 [N, K] is needed"
+    if kwargs.get("input_act") not in INPUT_ACTS:
+        return f"the input activation {kwargs['input_act']} is not supported"
+    n, k = weight.shape
+    act = INPUT_ACTS[kwargs.get("input_act")]
+    expected = 2 * k if act == "swiglu" else k
+    if x.shape[-1] != expected:
+        return f"x has {x.shape[-1]} features where the weight [{n}, {k}] needs {expected}"
+    if weight.device != x.device:
+        return f"weight is on {weight.device} and x on {x.device}"
+    if scale is not None and (scale.numel() not in (1, n) or not scale.dtype.is_floating_point):
+        return f"weight_scale holds {scale.numel()} values of {scale.dtype}; 1 or {n} floats are needed"
+    if scale is not None and scale.device != x.device:
+        return f"weight_scale is on {scale.device} and x on {x.device}"
+    if kwargs.get("out_dtype") not in (None, *FLOAT_DTYPES):
+        return f"the output type {kwargs['out_dtype']} is not supported"
+    group = int(kwargs.get("convrot_groupsize") or 256) if kwargs.get("convrot") else 0
+    if group and (k % group or not _is_power_of_four(group)):
+        return f"the rotation group {group} is not a power of 4 that divides the {k} input features"
+    try:
+        _implementation(x.device, weight.shape, group, act)
+    except Int8Error as error:
+        return str(error)
+    return None
+
+
+def _implementation(device: torch.device, weight_shape: torch.Size, group: int, act: str | None) -> str:
+    """The implementation that the kernels choose for a layer; chosen once, since only static facts count."""
+    key = (device, weight_shape, group, act)
+    found = _implementations.get(key)
+    if found is None:
+        n, k = weight_shape
+        choice = choose(detect(device), in_features=k, out_features=n, rotation_group=group, input_act=act)
+        log.debug("Linear [%d, %d] on %s: %s", n, k, device, choice.sentence())
+        found = _implementations[key] = choice.implementation
+    return found
+
+
+def _is_power_of_four(number: int) -> bool:
+    return number >= 4 and number & (number - 1) == 0 and number.bit_length() % 2 == 1
