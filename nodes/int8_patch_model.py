@@ -1,0 +1,34 @@
+"""The node INT8 Patch Model."""
+
+from comfy_api.latest import io
+
+
+class INT8PatchModel(io.ComfyNode):
+    """MODEL -> INT8 MODEL; the work is in `int8/patcher.py`."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="INT8PatchModel",
+            display_name="INT8 Patch Model",
+            category="model/int8",
+            description="Makes an INT8 version of a MODEL and runs it on the fused INT8 kernels.",
+            search_aliases=["quantize", "int8", "w8a8", "convrot"],
+            inputs=[
+                io.Model.Input(
+                    "model",
+                    tooltip="A float MODEL is rebuilt with INT8 weights (its float weights can then be freed); an INT8 "
+                    "MODEL keeps its weights. LoRAs, model sampling and other patches made before this node are kept.",
+                ),
+            ],
+            outputs=[io.Model.Output(tooltip="The INT8 MODEL, about half the size of bf16. The input is not changed.")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, model):
+        from .int8 import patcher, status
+
+        patched, report = patcher.patch_model(model, progress=status.progress())
+        status.show(report.summary(), cls.hidden.unique_id)
+        return io.NodeOutput(patched)

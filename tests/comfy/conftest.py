@@ -1,0 +1,85 @@
+"""ComfyUI inside the test process: its modules, the emoji model and a short sampling run."""
+
+import contextlib
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from packtest import ROOT
+from safetensors import safe_open
+
+DATA = ROOT / "tests" / "demo" / "data"
+MODEL_FILE = DATA / "emoji_flux2_dit_bf16.safetensors"
+PROMPTS_FILE = DATA / "emoji_prompts_minilm.safetensors"
+TEXT_TOKENS = 512
+LATENT = (1, 128, 16, 16)
+
+
+@pytest.fixture(scope="session")
+def comfy():
+    """ComfyUI's `comfy` package, imported as its own main program would."""
+    path = str(Path(os.environ["COMFYUI_PATH"]).resolve())
+    arguments = sys.argv
+    sys.argv = ["main.py"] + ([] if torch.cuda.is_available() else ["--cpu"])
+    sys.path.insert(0, path)
+    try:
+        importlib.import_module("comfy.options").enable_args_parsing()
+        for name in ("comfy.sd", "comfy.samplers", "comfy.sample", "comfy.utils", "comfy.lora", "comfy.quant_ops"):
+            importlib.import_module(name)
+        # packs see the host's node list too; it brings the stock nodes
+        importlib.import_module("nodes")
+    finally:
+        sys.argv = arguments
+    return sys.modules["comfy"]
+
+
+@pytest.fixture(autouse=True)
+def like_a_node(request):
+    """ComfyUI runs nodes in inference mode; so do these tests."""
+    with torch.inference_mode() if "comfy" in request.keywords else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture
+def float_model(comfy):
+    """The emoji DiT as the stock diffusion model loader gives it, fresh for each test."""
+    return comfy.sd.load_diffusion_model(str(MODEL_FILE))
+
+
+@pytest.fixture
+def sample(comfy):
+    """A function (model, prompt="penguin", steps=2, seed=0) -> latent [1, 128, 16, 16] float32."""
+
+    def run(model, prompt="penguin", steps=2, seed=0):
+        with safe_open(PROMPTS_FILE, "pt") as file:
+            states = file.get_tensor(prompt).float()
+        states = states.repeat(-(-TEXT_TOKENS // len(states)), 1)[:TEXT_TOKENS].unsqueeze(0)
+        noise = comfy.sample.prepare_noise(torch.zeros(LATENT), seed)
+        return comfy.sample.sample(
+            model,
+            noise,
+            steps,
+            3.0,
+            "euler",
+            "simple",
+            [[states, {}]],
+            [[torch.zeros_like(states), {}]],
+            torch.zeros(LATENT),
+            disable_pbar=True,
+            seed=seed,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def cosine():
+    """A function (a, b) -> cosine of two tensors, as a float."""
+
+    def measure(a, b):
+        return torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0).item()
+
+    return measure
