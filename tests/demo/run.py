@@ -207,7 +207,7 @@ def sheet_rows(prompts: list[str], drawings: dict) -> list:
             if path != "float":
                 note += f", cosine {cosine(drawn[number].latent, drawings['float'][number].latent):.4f}"
             cells.append((f"{prompt}: {path}\n{note}", drawn[number].picture))
-        rows.append((prompt, cells))
+        rows.append(cells)
     return rows
 
 
