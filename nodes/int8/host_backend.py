@@ -273,8 +273,6 @@ def _static_refusal(x, weight, scale, kwargs) -> str | None:
     if kwargs.get("out_dtype") not in (None, *FLOAT_DTYPES):
         return f"the output type {kwargs['out_dtype']} is not supported"
     group = int(kwargs.get("convrot_groupsize") or 256) if kwargs.get("convrot") else 0
-    if group and (k % group or not _is_power_of_four(group)):
-        return f"the rotation group {group} is not a power of 4 that divides the {k} input features"
     try:
         _implementation(x.device, weight.shape, group, act)
     except Int8Error as error:
@@ -292,7 +290,3 @@ def _implementation(device: torch.device, weight_shape: torch.Size, group: int, 
         log.debug("Linear [%d, %d] on %s: %s", n, k, device, choice.sentence())
         found = _implementations[key] = choice.implementation
     return found
-
-
-def _is_power_of_four(number: int) -> bool:
-    return number >= 4 and number & (number - 1) == 0 and number.bit_length() % 2 == 1

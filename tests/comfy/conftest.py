@@ -83,3 +83,23 @@ def cosine():
         return torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0).item()
 
     return measure
+
+
+@pytest.fixture
+def stock_int8_model(comfy):
+    """The emoji DiT in the host's own INT8 format (rotated, per row), made and loaded by the host alone."""
+    from comfy.quant_ops import QuantizedTensor
+
+    state = comfy.utils.load_torch_file(str(MODEL_FILE))
+    marker = torch.tensor(
+        list(b'{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": 256}'), dtype=torch.uint8
+    )
+    for key in [key for key in state if key.endswith(".weight") and "_blocks." in key and state[key].ndim == 2]:
+        weight = QuantizedTensor.from_float(
+            state[key].float(), "TensorWiseINT8Layout", per_channel=True, convrot=True, convrot_groupsize=256
+        )
+        layer = key.removesuffix(".weight")
+        state.update(
+            {key: weight._qdata, f"{layer}.weight_scale": weight._params.scale, f"{layer}.comfy_quant": marker}
+        )
+    return comfy.sd.load_diffusion_model_state_dict(state)
