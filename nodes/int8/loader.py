@@ -1,0 +1,307 @@
+"""File or state dict -> MODEL whose block Linears are INT8.
+
+The state dict is turned into the host's native INT8 format, one layer at a time, and given to the host's own loader.
+Everything after that (LoRA, offload, saving, compile) is the host's. The tensors of a file come from a memory map, so a
+float weight takes memory only while its layer is quantised.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.capability import detect as detect_device
+from . import formats, host_backend, policy, quantize
+from .checkpoint import CheckpointError, Header, header_of, part_names, read_header
+from .policy import Decision
+from .report import REPORT_KEY, LoadReport
+
+log = logging.getLogger("native_int8.loader")
+
+_EXTENSIONS = (".safetensors", ".sft")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load. All fields are plain values, so the host can load the same MODEL again.
+
+    rotation: rotate the weights that are quantised here (ConvRot); "auto" is the same as True. A file that is INT8
+        already keeps what it has.
+    protect, force: patterns of layers to keep in float, or to quantise against the rule; see `policy.plan`.
+    device: where weights are quantised, for instance "cpu"; None for the device that runs the model.
+    """
+
+    rotation: bool | str = True
+    protect: str = ""
+    force: str = ""
+    device: str | None = None
+
+
+def load_model(path: str, options: LoadOptions | None = None, disable_dynamic: bool = False):
+    """Load a diffusion transformer as an INT8 MODEL that runs on our kernels.
+
+    Args:
+        path: a safetensors file: native INT8, bf16, fp16, fp32, or fp8 with or without scales.
+        disable_dynamic: the host asks for a ModelPatcher without dynamic VRAM.
+    Returns:
+        ModelPatcher; its report is under `get_attachment(REPORT_KEY)`.
+    Raises:
+        CheckpointError: the file is damaged, of another kind, or in a format that is not read.
+    """
+    options = options or LoadOptions()
+    header = read_header(path)
+    if not path.lower().endswith(_EXTENSIONS):
+        raise CheckpointError(
+            f"{path}: a safetensors file under another extension. {' or '.join(_EXTENSIONS)} is needed; rename the file."
+        )
+    # the host's memory map also feeds its dynamic VRAM straight from the file
+    state = _open(path)
+    state = {name: state[header.key(name)] for name in header.tensors}
+    model, report = _build(header, state, options, None, disable_dynamic, share=True)
+    model.cached_patcher_init = (load_model, (path, options))
+    host_backend.attach(model)
+    model.set_attachments(REPORT_KEY, report)
+    return model
+
+
+def load_state_dict(
+    sd: dict[str, torch.Tensor],
+    metadata: dict[str, str] | None = None,
+    options: LoadOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    disable_dynamic: bool = False,
+):
+    """Build an INT8 MODEL from tensors, which stay as they are.
+
+    Args:
+        sd: checkpoint key -> tensor on any device, under any of the known prefixes.
+        metadata: of the file the tensors came from.
+        progress: called with (layers done, layers in all); None for the host's progress bar.
+    Returns:
+        (ModelPatcher, LoadReport). Neither `cached_patcher_init` nor our kernels are set: the caller knows the source.
+    Raises:
+        CheckpointError: as `load_model`.
+    """
+    header = header_of(sd, metadata)
+    state = {name: sd[header.key(name)] for name in header.tensors}
+    return _build(header, state, options or LoadOptions(), progress, disable_dynamic, share=False)
+
+
+def describe(model) -> LoadReport:
+    """The report of a MODEL that is INT8 already: of its own load, else from its modules."""
+    from comfy.quant_ops import QuantizedTensor
+
+    report = model.get_attachment(REPORT_KEY)
+    if report is not None:
+        return report
+    specs = {}
+    for layer, module in model.model.diffusion_model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.dim() < 2:
+            continue
+        shape = tuple(weight.shape)
+        if isinstance(weight, QuantizedTensor) and weight._qdata.dtype == torch.int8:
+            params = weight._params
+            group = params.convrot_groupsize if getattr(params, "convrot", False) else 0
+            specs[layer] = formats.LayerSpec(
+                "int8",
+                formats.NATIVE,
+                "I8",
+                shape,
+                f"{layer}.weight",
+                rotation_group=group,
+                per_row=params.scale.numel() > 1,
+            )
+        else:
+            specs[layer] = formats.LayerSpec("float", "bf16", str(weight.dtype), shape, f"{layer}.weight")
+    return LoadReport(tuple(policy.plan(specs)), "a MODEL that was INT8 already", detect_device(model.load_device).sm)
+
+
+def _open(path: str) -> dict[str, torch.Tensor]:
+    import comfy.utils
+
+    try:
+        return comfy.utils.load_torch_file(path)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: incomplete or not a safetensors file: {error}. A whole safetensors file is needed; download it again."
+        ) from error
+
+
+@torch.no_grad()
+def _build(header: Header, state: dict, options: LoadOptions, progress, disable_dynamic: bool, share: bool):
+    """Plan, convert and load.
+
+    state: name without prefix -> tensor; used up.
+    share: the host may keep the tensors themselves (they belong to a memory map); else it gets copies.
+    """
+    import comfy.sd
+
+    start = time.perf_counter()
+    _check_host()
+    if options.rotation not in (True, False, "auto"):
+        raise ValueError(f"rotation is {options.rotation!r}; True, False or 'auto' is needed.")
+    header, state = _host_layout(header, state)
+    specs = formats.detect(header, state.__getitem__)
+    decisions = policy.plan(specs, rotation=bool(options.rotation), protect=options.protect, force=options.force)
+    native = _convert(specs, decisions, state, options, progress, share)
+    metadata = {k: v for k, v in header.metadata.items() if k != formats.METADATA}
+    model = comfy.sd.load_diffusion_model_state_dict(native, metadata=metadata, disable_dynamic=disable_dynamic)
+    if model is None:
+        raise _unknown_model(header)
+    notes = [*_verify(model, decisions), *_rest_notes(header)]
+    device = detect_device(model.load_device).sm
+    report = LoadReport(tuple(decisions), _source_line(decisions), device, tuple(notes), time.perf_counter() - start)
+    log.info("%s: %s; %s (%.1f s)", os.path.basename(header.path), report.source_line, report.summary(), report.seconds)
+    for reason, count in report.kept_reasons().items():
+        log.info("kept in float: %d layers: %s", count, reason)
+    for note in notes:
+        log.warning("%s", note)
+    return model, report
+
+
+def _check_host() -> None:
+    """Raises: RuntimeError when this ComfyUI is older than the native INT8 format."""
+    from comfy.quant_ops import QUANT_ALGOS
+
+    if formats.NATIVE not in QUANT_ALGOS:
+        raise RuntimeError(
+            f"This ComfyUI does not know the format {formats.NATIVE} (it knows {', '.join(QUANT_ALGOS)}). ComfyUI 0.30.0 "
+            "or newer with its comfy-kitchen is needed; update ComfyUI and install its requirements.txt."
+        )
+
+
+def _host_layout(header: Header, state: dict) -> tuple[Header, dict]:
+    """Check that the host knows the model; a diffusers file is turned to the host's names before it is quantised.
+
+    Raises:
+        CheckpointError: the host knows no such diffusion model.
+    """
+    from comfy import model_detection
+
+    if model_detection.model_config_from_unet(dict(state), "", metadata=header.metadata) is not None:
+        return header, state
+    if all(info.dtype != "I8" for info in header.tensors.values()):
+        converted = model_detection.convert_diffusers_mmdit(dict(state), "")
+        if converted and model_detection.model_config_from_unet(dict(converted), "") is not None:
+            renamed = header_of(converted, header.metadata, header.path)
+            return renamed, {name: converted[renamed.key(name)] for name in renamed.tensors}
+    raise _unknown_model(header)
+
+
+_LOOKS_LIKE = (
+    ((".lora_up.", ".lora_down.", ".lora_A.", ".lora_B.", ".lokr_w1", ".hada_w1"), "a LoRA; load it with a LoRA loader"),
+    (("control_model.", "controlnet_", "zero_convs."), "a ControlNet; load it with Load ControlNet Model"),
+    (("decoder.conv_in.", "encoder.conv_in.", "decoder.up_blocks.", "post_quant_conv."), "a VAE; load it with Load VAE"),
+    (("embed_tokens.", "text_model.", "encoder.block.", "lm_head.", "word_embeddings."), "a text encoder; load it with Load CLIP"),
+)  # fmt: skip
+
+
+def _unknown_model(header: Header) -> CheckpointError:
+    kind = next(
+        (kind for marks, kind in _LOOKS_LIKE if any(mark in name for name in header.tensors for mark in marks)),
+        "no model this ComfyUI knows; update ComfyUI if it is new",
+    )
+    return CheckpointError(
+        f"{header.path}: not recognised as a diffusion model: its parts are {', '.join(part_names(header.tensors))}. "
+        f"A diffusion transformer is needed; this looks like {kind}."
+    )
+
+
+def _convert(
+    specs: dict, decisions: list[Decision], state: dict, options: LoadOptions, progress, share: bool
+) -> dict[str, torch.Tensor]:
+    """The native state dict, one layer at a time; `state` loses each tensor as it is used."""
+    import comfy.model_management
+    import comfy.utils
+
+    device = torch.device(options.device) if options.device else comfy.model_management.get_torch_device()
+    work = [d for d in decisions if d.is_int8]
+    _make_room(work, device)
+    if progress is None:
+        bar = comfy.utils.ProgressBar(max(len(work), 1))
+        progress = bar.update_absolute
+    native: dict[str, torch.Tensor] = {}
+    for done, decision in enumerate(work):
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        spec = decision.spec
+        weight = state.pop(spec.weight)
+        scale = state.pop(spec.scale) if spec.scale else None
+        if decision.action == "adopt":
+            tensors = quantize.adopted(decision, weight if share else weight.clone(), scale)
+        else:
+            tensors = quantize.quantised(decision, weight, scale, device)
+        native.update(tensors)
+        del weight
+        progress(done + 1, len(work))
+    for spec in specs.values():
+        for extra in spec.extras:
+            state.pop(extra, None)
+    scales = {spec.weight: spec.scale for spec in specs.values() if spec.scale}
+    for name in list(state):
+        if name in state and name not in scales.values() and name != formats.SCALED_FP8:
+            tensor, scale = state.pop(name), scales.get(name)
+            value = quantize.kept(tensor, state.pop(scale) if scale else None)
+            native[name] = value.clone() if value is tensor and not share else value
+    return native
+
+
+def _make_room(work: list[Decision], device: torch.device) -> None:
+    """Ask the host for GPU memory for two layers in float32 with their rotation."""
+    import comfy.model_management
+
+    layers = [d for d in work if d.action == "quantise"]
+    if device.type != "cpu" and layers:
+        largest = max(d.shape[0] * d.shape[1] for d in layers)
+        comfy.model_management.free_memory(4 * largest * 4, device)
+
+
+def _verify(model, decisions: list[Decision]) -> list[str]:
+    """Check that the host took every INT8 weight as INT8; codes read as floats would be noise without an error.
+
+    Raises:
+        CheckpointError: a module holds INT8 codes as plain numbers.
+    """
+    from comfy.quant_ops import QuantizedTensor
+
+    modules = dict(model.model.diffusion_model.named_modules())
+    int8 = [d for d in decisions if d.is_int8]
+    unknown = []
+    for decision in int8:
+        module = modules.get(decision.layer)
+        if module is None:
+            unknown.append(decision.layer)
+        elif not isinstance(getattr(module, "weight", None), QuantizedTensor):
+            raise CheckpointError(
+                f"{decision.layer}.weight: the model's {type(module).__name__} did not take it as INT8. A Linear of "
+                "ComfyUI's mixed precision operations is needed; keep this layer in float with the input `protect`, "
+                "or update ComfyUI."
+            )
+    # the host renames the layers of some models as it loads them, so names alone do not prove that one is missing
+    taken = sum(isinstance(getattr(module, "weight", None), QuantizedTensor) for module in modules.values())
+    if taken >= len(int8):
+        return []
+    return [f"{len(int8) - taken} INT8 layers of the file are not part of this model, such as {unknown[0]}."]
+
+
+def _rest_notes(header: Header) -> list[str]:
+    if not header.rest:
+        return []
+    return [
+        f"{len(header.rest)} tensors of the file are not part of the diffusion model and were left out: "
+        f"{', '.join(part_names(header.rest))}."
+    ]
+
+
+def _source_line(decisions: list[Decision]) -> str:
+    kinds: dict[str, int] = {}
+    for d in decisions:
+        if d.is_int8:
+            kinds[d.spec.format] = kinds.get(d.spec.format, 0) + 1
+    what = ", ".join(f"{count} {name}" for name, count in kinds.items()) or "no layer for INT8"
+    rotated = sum(bool(d.rotation_group) for d in decisions if d.is_int8)
+    done = "adopted" if all(d.action != "quantise" for d in decisions) else "quantised while loading"
+    return f"{what}, {done}, {rotated} rotated"

@@ -1,0 +1,100 @@
+"""One layer at a time: the tensors that the host's native INT8 format wants, from what the file stores.
+
+Kept layers come out as plain floats. An fp8 weight that is kept becomes bfloat16: cards without fp8 units would expand it
+at every use, and its three mantissa bits fit.
+"""
+
+import json
+
+import torch
+
+from ...kernels import quantize_rows
+from .checkpoint import CheckpointError
+from .formats import MARKER, NATIVE
+from .policy import Decision
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def marker_tensor(rotation_group: int = 0, full_precision: bool = False) -> torch.Tensor:
+    """The host's per-layer marker: uint8 [bytes] of JSON."""
+    fields: dict[str, object] = {"format": NATIVE}
+    if full_precision:
+        fields["full_precision_matrix_mult"] = True
+    if rotation_group:
+        fields.update(convrot=True, convrot_groupsize=rotation_group)
+    return torch.tensor(list(json.dumps(fields).encode("utf-8")), dtype=torch.uint8)
+
+
+def adopted(decision: Decision, weight: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The native tensors of a layer that is INT8 already; the codes are passed on as they are.
+
+    Args:
+        weight: [N, K] int8 (or [E, N, K] for a bank of experts).
+        scale: any float dtype, 1 or N elements in any shape.
+    Raises:
+        CheckpointError: a scale is not finite.
+    """
+    scale = _checked(decision, scale.to(torch.float32))
+    if len(decision.shape) == 2:
+        scale = scale.reshape(-1, 1) if decision.spec.per_row else scale.reshape(())
+    return _native(decision, weight.contiguous(), scale, decision.spec.full_precision)
+
+
+def quantised(
+    decision: Decision, weight: torch.Tensor, scale: torch.Tensor | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Quantise one float or fp8 weight by rows on `device`; the result is on the CPU.
+
+    q = round_half_even(W' / scale), scale = max(|row|) / 127, W' = W, or W H^T by groups of `decision.rotation_group`.
+
+    Args:
+        weight: [N, K] any float dtype or fp8.
+        scale: of an fp8 weight, 1 or N elements; None otherwise.
+    Returns:
+        `<layer>.weight` [N, K] int8, `<layer>.weight_scale` [N, 1] float32, `<layer>.comfy_quant` uint8.
+    Raises:
+        CheckpointError: the weight or its scale holds NaN or Inf.
+    """
+    values = weight.to(device)
+    if values.dtype in FP8 or values.dtype == torch.float64:
+        values = values.to(torch.float32)
+    if scale is not None:
+        values = values * scale.to(device=device, dtype=torch.float32).reshape(-1, 1)
+    codes, row_scale = quantize_rows(values, rotation_group=decision.rotation_group)
+    return _native(decision, codes.cpu(), _checked(decision, row_scale.cpu()))
+
+
+def kept(weight: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """A float tensor as it is; fp8 expanded to bfloat16, with its scale (1 or N elements) where there is one."""
+    if weight.dtype not in FP8:
+        return weight
+    if scale is None:
+        return weight.to(torch.bfloat16)
+    rows = (
+        scale.to(torch.float32).reshape(-1, *(1,) * (weight.dim() - 1))
+        if scale.numel() > 1
+        else scale.float().reshape(())
+    )
+    return (weight.to(torch.float32) * rows).to(torch.bfloat16)
+
+
+def _native(
+    decision: Decision, codes: torch.Tensor, scale: torch.Tensor, full_precision: bool = False
+) -> dict[str, torch.Tensor]:
+    layer = decision.layer
+    return {
+        f"{layer}.weight": codes,
+        f"{layer}.weight_scale": scale,
+        layer + MARKER: marker_tensor(decision.rotation_group, full_precision),
+    }
+
+
+def _checked(decision: Decision, scale: torch.Tensor) -> torch.Tensor:
+    if not torch.isfinite(scale).all():
+        bad = int((~torch.isfinite(scale)).sum())
+        raise CheckpointError(
+            f"{decision.layer}.weight: {bad} of {scale.numel()} rows hold NaN or Inf. Finite weights are needed; "
+            "the file was damaged when it was made: use another file of this model."
+        )
+    return scale

@@ -1,0 +1,74 @@
+"""Load DiT (Native INT8): a checkpoint file -> an INT8 MODEL."""
+
+import os
+
+import folder_paths
+from comfy_api.latest import io
+
+FOLDER = "diffusion_models"
+
+
+class LoadDiTNativeINT8(io.ComfyNode):
+    """Loads a diffusion transformer with its block Linears in INT8; see `int8.loader`."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Return the node's inputs and outputs."""
+        return io.Schema(
+            node_id="LoadDiTNativeINT8",
+            display_name="Load DiT (Native INT8)",
+            category="model/int8",
+            description="Loads a diffusion transformer and runs its large Linears in INT8, on the INT8 tensor cores.",
+            search_aliases=["int8", "load diffusion model", "unet loader", "w8a8", "convrot", "quantize"],
+            inputs=[
+                io.Combo.Input(
+                    "model_name",
+                    options=folder_paths.get_filename_list(FOLDER),
+                    tooltip="A safetensors file of models/diffusion_models (or models/unet). A native INT8 file loads as it "
+                    "is; bf16, fp16, fp32 and fp8 files are quantised while they load, one layer at a time.",
+                ),
+                io.Boolean.Input(
+                    "rotation",
+                    default=True,
+                    tooltip="Rotate the weights that are quantised here, in groups of up to 256 columns (ConvRot). Closer "
+                    "to the float model, for a few percent of time per step. An INT8 file keeps what it has.",
+                ),
+                io.String.Input(
+                    "protect",
+                    default="",
+                    optional=True,
+                    advanced=True,
+                    tooltip="Layers to keep in float: parts of names or patterns with *, separated by commas, for instance "
+                    "*.feed_forward.w2. Better quality, more memory and time.",
+                ),
+                io.String.Input(
+                    "force",
+                    default="",
+                    optional=True,
+                    advanced=True,
+                    tooltip="Layers to quantise although their name or place would keep them in float: parts of names or "
+                    "patterns with *, separated by commas. Less memory, at a risk to quality.",
+                ),
+            ],
+            outputs=[io.Model.Output(tooltip="The INT8 MODEL. LoRA, offload and saving work as with any other MODEL.")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, model_name: str, **options) -> tuple:
+        """Run again when the file changed."""
+        path = folder_paths.get_full_path(FOLDER, model_name)
+        stat = os.stat(path) if path else None
+        return (path, stat and (stat.st_mtime_ns, stat.st_size), sorted(options.items()))
+
+    @classmethod
+    def execute(cls, model_name: str, rotation: bool = True, protect: str = "", force: str = "") -> io.NodeOutput:
+        """Load the file and show what became of its layers."""
+        from .int8 import status
+        from .int8.loader import LoadOptions, load_model
+        from .int8.report import REPORT_KEY
+
+        path = folder_paths.get_full_path_or_raise(FOLDER, model_name)
+        model = load_model(path, LoadOptions(rotation=rotation, protect=protect, force=force))
+        status.show(model.get_attachment(REPORT_KEY).summary(), cls.hidden.unique_id)
+        return io.NodeOutput(model)
