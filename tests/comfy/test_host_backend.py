@@ -73,7 +73,8 @@ def test_attached_model_is_close_to_the_hosts_own_int8(stock_int8_model, sample,
     own = sample(stock_int8_model)
     ours = stock_int8_model.clone()
     host_backend.attach(ours)
-    assert cosine(sample(ours), own) > 0.9999
+    # single codes may round to the other side, and the steps enlarge that; a wrong layer is far below
+    assert cosine(sample(ours), own) > 0.999
     assert torch.equal(sample(stock_int8_model), own)
 
 
