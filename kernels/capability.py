@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,15 @@ log = logging.getLogger("native_int8.capability")
 
 CONSUMER, PROFESSIONAL, DATA_CENTRE = "consumer", "professional", "data-centre"
 
-_FAMILY_BY_MAJOR = {6: "pascal", 7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 11: "blackwell", 12: "blackwell"}
+_FAMILY_BY_MAJOR = {
+    6: "pascal",
+    7: "volta",
+    8: "ampere",
+    9: "hopper",
+    10: "blackwell",
+    11: "blackwell",
+    12: "blackwell",
+}
 _FAMILY_EXCEPTIONS = {(7, 5): "turing", (8, 9): "ada"}
 
 # Largest shared memory one block may ask for, by compute capability (CUDA programming guide, bytes).
@@ -307,13 +316,21 @@ def probe_triton(import_module: Callable[[str], ModuleType] = importlib.import_m
     # A broken binary raises OSError, a half-removed or mismatched package AttributeError.
     except (ImportError, OSError, AttributeError) as error:
         return None, f"Triton is installed but its import stopped with {error.__class__.__name__}: {error}"
-    if sys.platform == "linux" and not _has_c_compiler():
-        return None, f"Triton {version} needs a C compiler to build its launchers and found none (gcc, clang or CC)."
-    return version, None
+    gap = _launcher_gap()
+    return (version, None) if gap is None else (None, f"Triton {version} {gap}")
 
 
-def _has_c_compiler() -> bool:
-    return os.environ.get("CC") is not None or any(shutil.which(name) for name in ("gcc", "clang"))
+def _launcher_gap() -> str | None:
+    """What Triton lacks to build the small C module that launches kernels; None if nothing."""
+    # Triton for Windows brings its own compiler
+    if sys.platform == "linux" and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "needs a C compiler to build its launchers and found none (gcc, clang or CC)."
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme names a folder without headers; Triton looks at this one too
+    folder = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    if not (Path(folder) / "Python.h").is_file():
+        return f"needs Python's C headers to build its launchers and found no Python.h in {folder}."
+    return None
 
 
 @functools.cache

@@ -98,7 +98,7 @@ OTHERS = [
     ({"name": "Intel(R) Data Center GPU Max 1550", "type": "xpu"}, "xpu", D, False),
     ({"name": "Apple GPU", "type": "mps", "platform": "darwin"}, "mps", C, False),
     ({"name": "AMD Ryzen 9 7950X 16-Core Processor", "type": "cpu"}, "cpu", None, False),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -184,6 +184,14 @@ def test_triton_without_a_c_compiler_gives_its_reason(monkeypatch):
     module = type("Triton", (), {"__version__": "3.8.0"})
     version, reason = capability.probe_triton(lambda _name: module)
     assert version is None and "C compiler" in reason
+
+
+def test_triton_without_python_headers_gives_its_reason(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr("sysconfig.get_paths", lambda *_: {"include": str(tmp_path)})
+    module = type("Triton", (), {"__version__": "3.8.0"})
+    version, reason = capability.probe_triton(lambda _name: module)
+    assert version is None and str(tmp_path) in reason
 
 
 def test_detect_describes_this_machine():

@@ -1,0 +1,180 @@
+"""The capability check's text for made-up machines."""
+
+import re
+
+import pytest
+from native_int8.kernels.capability import device_from
+from native_int8.nodes.int8 import advice, deployment, surroundings
+from native_int8.nodes.int8.surroundings import CONDA, PORTABLE, Surroundings
+
+READY = {"torch": "2.9.1+cu130", "cuda": "13.0", "driver": "580.95.05", "triton": "3.5.1"}
+KITCHEN = {"kitchen": "0.2.26", "backends": (("eager", "on"), ("cuda", "off: needs cu130"))}
+NOT_INSTALLED = "Triton is not installed."
+
+
+def card(name, compute_capability, **facts):
+    return device_from(name=name, compute_capability=compute_capability, **{**READY, **facts})
+
+
+RTX_3090 = card("NVIDIA GeForce RTX 3090", (8, 6), memory_bytes=24 * 1024**3, multiprocessors=82)
+
+VERDICTS = [
+    (RTX_3090, deployment.CONSUMER_AMPERE),
+    (card("NVIDIA GeForce RTX 3060 Laptop GPU", (8, 6)), deployment.CONSUMER_AMPERE),
+    (card("NVIDIA RTX A6000", (8, 6)), deployment.OTHER_AMPERE),
+    (card("NVIDIA A10", (8, 6)), deployment.OTHER_AMPERE),
+    (card("NVIDIA CMP 90HX", (8, 6)), deployment.UNNAMED_AMPERE),
+    (card("Orin", (8, 7)), deployment.UNNAMED_AMPERE),
+    (card("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0)), deployment.A100),
+    (card("NVIDIA GeForce RTX 2080 Ti", (7, 5)), deployment.TURING),
+    (card("Tesla T4", (7, 5)), deployment.TURING),
+    (card("NVIDIA GeForce GTX 1660 Ti", (7, 5)), deployment.NO_INT8_UNITS),
+    (card("NVIDIA GeForce GTX 1080 Ti", (6, 1)), deployment.NO_INT8_UNITS),
+    (card("Tesla V100-SXM2-32GB", (7, 0)), deployment.NO_INT8_UNITS),
+    (card("NVIDIA GeForce RTX 4090", (8, 9)), deployment.CONSUMER_ADA),
+    (card("NVIDIA L40S", (8, 9)), deployment.OTHER_ADA),
+    (card("NVIDIA H200", (9, 0)), deployment.HOPPER),
+    (card("NVIDIA GeForce RTX 5090", (12, 0)), deployment.CONSUMER_BLACKWELL),
+    (card("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0)), deployment.OTHER_BLACKWELL),
+    (card("NVIDIA GB10", (12, 1)), deployment.OTHER_BLACKWELL),
+    (card("NVIDIA B200", (10, 0)), deployment.B200),
+    (card("NVIDIA GeForce RTX 9090", (99, 0)), deployment.UNKNOWN),
+    (card("AMD Radeon RX 7900 XTX", (11, 0), hip="6.4", cuda=None, gcn_arch="gfx1100"), deployment.AMD),
+    (card("AMD Radeon RX 6800 [ZLUDA]", (8, 6)), deployment.AMD),
+    (device_from(name="Intel(R) Arc(TM) B580 Graphics", type="xpu"), deployment.INTEL),
+    (device_from(name="Apple GPU", type="mps", platform="darwin"), deployment.WITHOUT_GPU),
+    (device_from(name="AMD Ryzen 9 7950X", type="cpu"), deployment.WITHOUT_GPU),
+]
+
+
+@pytest.mark.parametrize(("device", "expected"), VERDICTS, ids=[device.name for device, _ in VERDICTS])
+def test_every_device_gets_its_verdict_and_a_whole_report(device, expected):
+    text = advice.report(device, Surroundings(**KITCHEN))
+    head, verdict = text.splitlines()[:2]
+    assert head.startswith(device.name)
+    assert head.endswith(": not consumer Ampere") != device.is_consumer_ampere
+    assert verdict == expected.verdict
+    assert expected.why in text
+    assert all(f"[{claim.evidence}: {claim.source}]" in text for claim in expected.claims)
+    assert len(text.splitlines()) < 40
+
+
+def test_every_number_has_an_evidence_class_and_a_source():
+    outlooks = [value for value in vars(deployment).values() if isinstance(value, deployment.Outlook)]
+    assert len(outlooks) >= 15
+    for outlook in outlooks:
+        # ratios and times belong into claims, where their source stands
+        assert not re.search(r"\d(?:\.\d)?(?:x| ms| s)\b", f"{outlook.verdict} {outlook.why}"), outlook
+        for claim in outlook.claims:
+            assert claim.evidence in (deployment.MEASURED, deployment.PUBLISHED, deployment.MODELLED)
+            assert claim.source
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        (RTX_3090, "fused INT8 kernel (Triton)"),
+        (card("NVIDIA GeForce RTX 3090", (8, 6), triton=None, triton_missing=NOT_INSTALLED), NOT_INSTALLED),
+        (card("NVIDIA GeForce RTX 2080 Ti", (7, 5)), "not triton: needs"),
+        (device_from(name="AMD Ryzen 9 7950X", type="cpu", triton_missing=NOT_INSTALLED), "not fast"),
+    ],
+    ids=["Triton", "Triton missing", "Turing", "CPU"],
+)
+def test_layer_paths_say_which_implementation_and_why(device, words):
+    paths = advice.layer_paths(device)
+    assert len(paths) == len(advice.LAYER_KINDS)
+    assert all(words in path for _, path in paths)
+
+
+def commands(device, **around):
+    found = surroundings.missing(device, Surroundings(**{**KITCHEN, **around}))
+    return {entry.what: entry.command for entry in found}
+
+
+LINUX = {"python": "/opt/comfy/venv/bin/python", "triton_requirement": "triton==3.5.1"}
+PORTABLE_FOLDER = {"install": PORTABLE, "python": "C:\\ComfyUI_windows_portable\\python_embeded\\python.exe"}
+WITHOUT_TRITON = {"triton": None, "triton_missing": NOT_INSTALLED}
+
+
+def test_nothing_is_missing_on_a_ready_machine():
+    assert commands(RTX_3090) == {}
+    assert advice.report(RTX_3090, Surroundings(**KITCHEN)).endswith("Missing: nothing")
+
+
+@pytest.mark.parametrize(
+    ("facts", "around", "command"),
+    [
+        ({}, LINUX, '/opt/comfy/venv/bin/python -m pip install "triton==3.5.1"'),
+        ({}, {**LINUX, "python": "/opt/my venv/bin/python"}, "'/opt/my venv/bin/python' -m pip install \"triton==3.5.1\""),
+        ({}, {**LINUX, "install": CONDA, "prefix": "/opt/conda/envs/comfy"},
+         'conda run -p /opt/conda/envs/comfy python -m pip install "triton==3.5.1"'),
+        ({"platform": "win32"}, PORTABLE_FOLDER, '.\\python_embeded\\python.exe -m pip install -U "triton-windows<3.6"'),
+        ({"platform": "win32", "torch": "2.7.1+cu128"}, PORTABLE_FOLDER,
+         '.\\python_embeded\\python.exe -m pip install -U "triton-windows<3.4"'),
+        ({"platform": "win32", "torch": "3.1.0"}, PORTABLE_FOLDER,
+         ".\\python_embeded\\python.exe -m pip install -U triton-windows"),
+        ({"platform": "win32"}, {"python": "C:\\comfy\\venv\\Scripts\\python.exe"},
+         'C:\\comfy\\venv\\Scripts\\python.exe -m pip install -U "triton-windows<3.6"'),
+        ({"triton_missing": "Triton is installed but its import stopped with OSError: libtriton.so"}, LINUX,
+         '/opt/comfy/venv/bin/python -m pip install --force-reinstall --no-deps "triton==3.5.1"'),
+    ],
+    ids=["Linux", "folder with a space", "conda", "portable", "portable torch 2.7", "portable newer torch",
+         "Windows venv", "broken on Linux"],
+)  # fmt: skip
+def test_command_that_brings_triton(facts, around, command):
+    device = card("NVIDIA GeForce RTX 3090", (8, 6), **{**WITHOUT_TRITON, **facts})
+    assert commands(device, **around) == {"Triton": command}
+
+
+@pytest.mark.parametrize(
+    ("around", "command"),
+    [(LINUX, "sudo apt install gcc"), ({"install": CONDA, "prefix": "/opt/c"}, "conda install -p /opt/c")],
+    ids=["Linux", "conda"],
+)
+def test_command_that_brings_a_c_compiler(around, command):
+    device = card("NVIDIA GeForce RTX 3090", (8, 6), triton=None, triton_missing="Triton 3.5.1 needs a C compiler")
+    assert commands(device, **around)["C compiler"].startswith(command)
+
+
+def test_missing_python_headers_are_named():
+    device = card("NVIDIA GeForce RTX 3090", (8, 6), triton=None, triton_missing="found no Python.h in /usr/include")
+    assert "python3-dev" in commands(device, **LINUX)["Python's C headers"]
+
+
+def test_triton_is_not_asked_for_where_it_would_not_be_used():
+    assert commands(device_from(name="AMD Ryzen", type="cpu", torch="2.9.1", **WITHOUT_TRITON)) == {}
+
+
+def test_old_torch_is_named():
+    device = card("NVIDIA GeForce RTX 3090", (8, 6), torch="2.5.1+cu124", cuda="12.4")
+    assert commands(device, **LINUX)["torch"].startswith("/opt/comfy/venv/bin/python -m pip install --upgrade")
+    assert commands(device, **PORTABLE_FOLDER)["torch"] == ".\\update\\update_comfyui_and_python_dependencies.bat"
+
+
+@pytest.mark.parametrize(
+    ("facts", "around", "what", "words"),
+    [
+        ({"cuda": None, "torch": "2.9.1+cpu", "driver": "580.95"}, LINUX, "torch with CUDA", "whl/cu130"),
+        ({"cuda": None, "torch": "2.9.1+cpu", "driver": "560.35"}, LINUX, "torch with CUDA", "whl/cu128"),
+        ({"cuda": "13.0", "driver": "560.35"}, LINUX, "driver", "580 or newer"),
+        ({"cuda": "13.0", "driver": "580.95"}, LINUX, "GPU", "CUDA_VISIBLE_DEVICES"),
+        ({"cuda": "13.0", "driver": "580.95"}, {"forced_cpu": True}, "GPU", "without --cpu"),
+    ],
+    ids=["CPU torch", "CPU torch, older driver", "old driver", "hidden GPU", "--cpu"],
+)
+def test_a_gpu_that_torch_does_not_use_is_explained(facts, around, what, words):
+    device = device_from(name="AMD Ryzen", type="cpu", **{"torch": "2.9.1+cu130", **facts})
+    assert words in commands(device, **around)[what]
+    assert len(commands(device, **around)) == 1
+
+
+def test_missing_kitchen_is_named():
+    found = commands(RTX_3090, kitchen=None, kitchen_missing="comfy-kitchen is not installed.", **LINUX)
+    assert found["comfy-kitchen"].startswith("/opt/comfy/venv/bin/python -m pip install -r requirements.txt")
+
+
+def test_look_reads_this_process():
+    around = surroundings.look()
+    assert around.install in (surroundings.PIP, CONDA, PORTABLE)
+    assert around.python
+    assert (around.kitchen is None) == (around.kitchen_missing is not None)
