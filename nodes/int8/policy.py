@@ -28,13 +28,13 @@ _KEPT_WORDS = {
     "an embedder": (
         "embed", "embedder", "embedding", "embeddings", "emb", "patchify", "rope", "pos",
     ),
-    "a time or guidance layer: one row per image": (
+    "a time or guidance layer: few rows per image": (
         "time", "timestep", "temb", "tmlp", "tproj", "guidance",
     ),
     "a router or gate of a few numbers": ("router", "logit", "logits", "register", "temperature"),
     "an adapter beside the blocks": ("adapter", "connector"),
     "a final or head layer": ("final", "head", "last"),
-    "text fusion ahead of the blocks: every published INT8 file of this family keeps it": ("txtfusion",),
+    "text fusion ahead of the blocks: published INT8 files of its family keep it": ("txtfusion",),
 }  # fmt: skip
 _KEPT_WORD_REASON = {word: reason for reason, words in _KEPT_WORDS.items() for word in words}
 _KEPT_PHRASES = {"scale_shift": "a modulation layer: one row per image, read by the whole block"}
