@@ -36,13 +36,12 @@ class INT8CapabilityCheck(io.ComfyNode):
     @classmethod
     def execute(cls) -> io.NodeOutput:
         from comfy import model_management
-        from server import PromptServer
 
         from ..kernels.capability import detect
-        from .int8 import advice, surroundings
+        from .int8 import advice, status, surroundings
 
         device = detect(model_management.get_torch_device())
         forced_cpu = device.type == "cpu" and detect().type != "cpu"
         text = advice.report(device, surroundings.look(forced_cpu=forced_cpu))
-        PromptServer.instance.send_progress_text(text, cls.hidden.unique_id)
+        status.show(text, cls.hidden.unique_id)
         return io.NodeOutput(device.is_consumer_ampere, text)
