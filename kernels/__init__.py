@@ -1,0 +1,48 @@
+"""INT8 linear algebra for diffusion transformers: the ops. Imports torch and triton only.
+
+op              | what it does                                              | Triton kernel            | plain PyTorch
+quantize_rows   | float rows -> int8 codes and one scale per row            | quantize_rows_triton.py  | quantize_rows.py
+rotate          | grouped Hadamard rotation of the columns (ConvRot)        | rotate_triton.py         | rotate.py
+int8_matmul     | int8 x int8 -> int32, scales and bias in the epilogue     | int8_matmul_triton.py    | int8_matmul.py
+int8_linear     | act? + rotate? + quantize_rows + int8_matmul: one Linear  | (the kernels above)      | int8_linear.py
+
+Around them: capability.py (what this GPU can do), dispatch.py (which implementation, and why not the others),
+tiles.py (which tile), reference.py (what each op means; for tests only).
+
+Letters, the same in every file:
+    M  rows: tokens x batch        K  in_features        N  out_features
+    x [M, K]  activation           w, weight [N, K]      y [M, N]  output
+    q_x, q_w  int8 codes           x_scale [M, 1], w_scale [N, 1] or one value: float32, multiply to dequantise
+"""
+
+from .capability import Device, detect, device_from
+from .dispatch import (
+    Choice,
+    Implementation,
+    Int8Error,
+    NoImplementation,
+    UnsupportedInput,
+    choose,
+    implementations,
+)
+from .int8_linear import int8_linear
+from .int8_matmul import int8_matmul
+from .quantize_rows import quantize_rows
+from .rotate import rotate
+
+__all__ = [
+    "Choice",
+    "Device",
+    "Implementation",
+    "Int8Error",
+    "NoImplementation",
+    "UnsupportedInput",
+    "choose",
+    "detect",
+    "device_from",
+    "implementations",
+    "int8_linear",
+    "int8_matmul",
+    "quantize_rows",
+    "rotate",
+]

@@ -1,0 +1,156 @@
+"""The fused INT8 matmul: int8 x int8 -> int32 on the tensor cores, scales and bias in the epilogue.
+
+y[m, n] = sum_k q_x[m, k] * q_w[n, k], then * x_scale[m] * w_scale[n] + bias[n], rounded once.
+
+Form of the loop, and why (checked by tests/kernels/test_machine_code.py on every Triton that is installed):
+- The weight is [N, K] with K contiguous, loaded as [BLOCK_N, BLOCK_K] and transposed in `tl.dot`. Loaded the
+  usual way, as [BLOCK_K, BLOCK_N], the same maths compiles to byte permutes and spills on sm_80, sm_86 and
+  sm_89 from Triton 3.8 on; with N contiguous it does so on every Triton.
+- The base pointers advance by a scalar; the [BLOCK, BLOCK_K] offsets are computed once and stay int32, because
+  the tile's row offset is folded into the (64-bit) base. M * K and M * N may pass 2**31.
+- Rows past the edge read the last row again instead of being masked, and are dropped by the masked store.
+- A warp never holds more than 4096 accumulators, else they spill (tiles.py).
+- The multiply-adds of the epilogue are not contracted (enable_fp_fusion=False), so the result equals the
+  reference bit for bit on every Triton.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tile_of(pid, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Tile row and column of program `pid`, GROUP_M tile rows at a time, so that a weight tile is used from L2."""
+    tiles_m = tl.cdiv(m, BLOCK_M)
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    in_group = GROUP_M * tiles_n
+    first_m = (pid // in_group) * GROUP_M
+    rows = tl.minimum(tiles_m - first_m, GROUP_M)
+    return first_m + (pid % in_group) % rows, (pid % in_group) // rows
+
+
+@triton.jit
+def _accumulate(
+    x_ptr,
+    w_ptr,
+    k,
+    stride_xm,
+    stride_wn,
+    rows_x,
+    rows_w,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """int32 [BLOCK_M, BLOCK_N]. rows_x [BLOCK_M] and rows_w [BLOCK_N] are row numbers relative to the bases."""
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_x = rows_x[:, None] * stride_xm + offs_k[None, :]
+    offs_w = rows_w[:, None] * stride_wn + offs_k[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for k_start in range(0, k, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptr + offs_x)
+            w = tl.load(w_ptr + offs_w)
+        else:
+            inside = offs_k[None, :] < k - k_start
+            x = tl.load(x_ptr + offs_x, mask=inside, other=0)
+            w = tl.load(w_ptr + offs_w, mask=inside, other=0)
+        acc = tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)
+        x_ptr += BLOCK_K
+        w_ptr += BLOCK_K
+    return acc
+
+
+@triton.jit(do_not_specialize=["m"])
+def _int8_matmul_kernel(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    y_ptr,
+    m,
+    n,
+    k,
+    stride_xm,
+    stride_wn,
+    stride_ym,
+    ROW_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """One program per [BLOCK_M, BLOCK_N] tile of y. ROW_SCALES: w_scale holds n values, else one."""
+    tile_m, tile_n = _tile_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP_M)
+    # int64: M * K and M * N pass 2**31 at video sizes
+    start_m = tile_m.to(tl.int64) * BLOCK_M
+    start_n = tile_n.to(tl.int64) * BLOCK_N
+    left_m = (m - start_m).to(tl.int32)
+    left_n = (n - start_n).to(tl.int32)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    acc = _accumulate(
+        x_ptr + start_m * stride_xm,
+        w_ptr + start_n * stride_wn,
+        k,
+        stride_xm,
+        stride_wn,
+        tl.minimum(offs_m, left_m - 1),
+        tl.minimum(offs_n, left_n - 1),
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        EVEN_K,
+    )
+    mask_m = offs_m < left_m
+    mask_n = offs_n < left_n
+    x_scale = tl.load(x_scale_ptr + start_m + offs_m, mask=mask_m, other=0.0)
+    if ROW_SCALES:
+        w_scale = tl.load(w_scale_ptr + start_n + offs_n, mask=mask_n, other=0.0)
+        y = acc.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
+    else:
+        y = acc.to(tl.float32) * x_scale[:, None] * tl.load(w_scale_ptr)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + start_n + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    y_tile = y_ptr + start_m * stride_ym + start_n
+    offs_y = offs_m[:, None] * stride_ym + offs_n[None, :]
+    tl.store(y_tile + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
+
+
+def int8_matmul_triton(q_x, x_scale, q_w, w_scale, bias, y, tile) -> None:
+    """q_x [M, K] int8, x_scale [M] fp32, q_w [N, K] int8, w_scale fp32 of 1 or N values, bias [N] | None -> y [M, N].
+
+    Rows of q_x, q_w and y may be strided; columns must be contiguous. M, N and K > 0.
+    """
+    m, k = q_x.shape
+    n = q_w.shape[0]
+    _int8_matmul_kernel[(triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),)](
+        q_x,
+        x_scale,
+        q_w,
+        w_scale,
+        w_scale if bias is None else bias,
+        y,
+        m,
+        n,
+        k,
+        q_x.stride(0),
+        q_w.stride(0),
+        y.stride(0),
+        ROW_SCALES=w_scale.numel() > 1,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        GROUP_M=tile.group_m,
+        EVEN_K=k % tile.block_k == 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+    )

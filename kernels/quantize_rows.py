@@ -1,0 +1,121 @@
+"""quantize_rows: float rows -> int8 codes and one fp32 scale per row.
+
+amax = max(|row|); scale = amax / 127; q = round_half_even(x * (127 / amax)), in [-127, 127]; x ~ q * scale.
+A row of zeros gets the scale 1e-30 and codes 0. A row that holds NaN or Inf gets the scale NaN, so that its whole
+output row is NaN instead of a plausible number; other rows are not touched by it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .capability import detect
+from .dispatch import INPUT_ACTS, UnsupportedInput, choose
+from .launch import on_device
+from .rotate import check_group, rotate_torch
+
+MIN_SCALE = 1e-30
+# rows are converted to fp32 in pieces of this size
+CHUNK_BYTES = 64 << 20
+
+
+def apply_input_act(x: torch.Tensor, input_act: str | None) -> torch.Tensor:
+    """x [M, K] (or [M, 2K] = [gate | up] for "swiglu") -> fp32 [M, K] after the activation."""
+    x = x.float()
+    if input_act == "gelu_tanh":
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    if input_act == "swiglu":
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+    return x
+
+
+def quantize_rows_torch(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, rotation_group: int, input_act: str | None
+) -> None:
+    """The op in PyTorch, for any device: x [M, K] float -> q [M, K] int8, scale [M] fp32, in chunks of rows."""
+    rows = max(1, CHUNK_BYTES // (4 * max(x.shape[1], 1)))
+    for start in range(0, x.shape[0], rows):
+        part = slice(start, start + rows)
+        v = apply_input_act(x[part], input_act)
+        if rotation_group:
+            v = rotate_torch(v, rotation_group)
+        amax = v.abs().amax(dim=1, keepdim=True)
+        bad = ~torch.isfinite(v).all(dim=1, keepdim=True)
+        amax = amax.masked_fill(bad, 1.0).clamp(min=127 * MIN_SCALE)
+        inverse_scale = torch.full_like(amax, 127.0) / amax
+        q[part] = torch.round(v * inverse_scale).masked_fill(bad, 0.0).to(torch.int8)
+        scale[part] = (amax / 127.0).masked_fill(bad, float("nan")).squeeze(1)
+
+
+def quantize_2d(
+    x: torch.Tensor, rotation_group: int, input_act: str | None, implementation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] (any strides) -> q [M, K] int8, scale [M] fp32, by the named implementation; arguments are trusted."""
+    m = x.shape[0]
+    k = x.shape[1] // 2 if input_act == "swiglu" else x.shape[1]
+    q = torch.empty((m, k), dtype=torch.int8, device=x.device)
+    scale = torch.empty((m,), dtype=torch.float32, device=x.device)
+    if m == 0:
+        return q, scale
+    if implementation == "torch":
+        quantize_rows_torch(x, q, scale, rotation_group, input_act)
+        return q, scale
+    from .quantize_rows_triton import quantize_rows_triton
+
+    x = x if x.stride(1) == 1 else x.contiguous()
+    with on_device(x.device):
+        quantize_rows_triton(x, q, scale, rotation_group, input_act)
+    return q, scale
+
+
+def input_features(x: torch.Tensor, input_act: str | None, op: str) -> int:
+    """K of x [..., K], or of [..., 2K] for "swiglu". Raises UnsupportedInput for a scalar, an integer x or an odd 2K."""
+    if x.dim() == 0 or not x.is_floating_point() or x.dtype == torch.float64 or x.shape[-1] == 0:
+        raise UnsupportedInput(
+            f"{op}: x is {x.dtype} of shape {tuple(x.shape)}. Needed: float16, bfloat16 or float32 with at least one "
+            "dimension and one column. Convert it first."
+        )
+    if input_act not in INPUT_ACTS:
+        raise UnsupportedInput(f"{op}: input_act is {input_act!r}. Needed: one of {INPUT_ACTS}. Apply it before the call.")
+    if input_act == "swiglu":
+        if x.shape[-1] % 2:
+            raise UnsupportedInput(
+                f"{op}: swiglu reads [gate | up], but x has {x.shape[-1]} columns. Needed: an even number. "
+                "Check that the gate and up projections are joined."
+            )
+        return x.shape[-1] // 2
+    return x.shape[-1]
+
+
+def quantize_rows(
+    x: torch.Tensor, *, rotation_group: int = 0, input_act: str | None = None, implementation: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each row to int8 by its largest magnitude.
+
+    q = round_half_even(v * (127 / amax)), scale = amax / 127, where v is x after the activation and the rotation.
+
+    Args:
+        x: [..., K] float16, bfloat16 or float32, any strides; [..., 2K] = [gate | up] for "swiglu".
+        rotation_group: 0, or 4, 16, 64, 256, 1024 dividing K: rotate each run of that many columns first.
+        input_act: None, "gelu_tanh" or "swiglu".
+        implementation: "triton" or "torch", to ask for exactly that one.
+    Returns:
+        q: [..., K] int8 in [-127, 127], contiguous.
+        scale: [..., 1] float32; 1e-30 for an all-zero row, NaN for a row that holds NaN or Inf.
+    Raises:
+        UnsupportedInput: x is not a float tensor of one of these dtypes, or the group does not divide K.
+    """
+    k = input_features(x, input_act, "quantize_rows")
+    if rotation_group:
+        check_group(k, rotation_group)
+    chosen = choose(
+        detect(x.device),
+        in_features=k,
+        out_features=k,
+        rotation_group=rotation_group,
+        input_act=input_act,
+        implementation=implementation,
+    )
+    q, scale = quantize_2d(x.reshape(-1, x.shape[-1]), rotation_group, input_act, chosen.implementation)
+    return q.reshape(*x.shape[:-1], k), scale.reshape(*x.shape[:-1], 1)
