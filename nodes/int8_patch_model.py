@@ -29,6 +29,6 @@ class INT8PatchModel(io.ComfyNode):
     def execute(cls, model):
         from .int8 import patcher, status
 
-        patched, report = patcher.patch_model(model, progress=status.progress())
+        patched, report = patcher.patch_model(model)
         status.show(report.summary(), cls.hidden.unique_id)
         return io.NodeOutput(patched)
