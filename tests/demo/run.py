@@ -10,6 +10,7 @@ Needs PYTHON and COMFYUI_PATH as .ci/env sets them; `make demo` does.
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -46,8 +47,10 @@ class Drawing:
 
 
 def main() -> int:
-    """Run the demo; the exit code is 1 when an INT8 path did not run on INT8."""
+    """Run the demo; the exit code is 1 when an INT8 path did not run on INT8 as promised."""
     options = parse_options()
+    # without this the server would outlive a demo that is terminated
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="native-int8-demo-") as base:
         prepare_models(Path(base))
@@ -152,11 +155,12 @@ def print_layers(drawings: dict) -> None:
     """The layer table of each INT8 path, as the pack recorded it; equal tables are printed once."""
     seen = {}
     for path, drawn in int8_paths(drawings).items():
-        layers = drawn[-1].report["layers"]
-        print(f"\nLayers, {path}")
+        report, layers = drawn[-1].report, drawn[-1].report["layers"]
+        print(f"\nLayers, {path}: {report['summary'] or 'the MODEL carries no load report'}")
         if layers is None:
-            print("  the MODEL carries no load report")
-        elif json.dumps(layers) in seen:
+            continue
+        print(f"  source: {report['source']}")
+        if json.dumps(layers) in seen:
             print(f"  as {seen[json.dumps(layers)]}")
         else:
             seen[json.dumps(layers)] = path
@@ -170,8 +174,9 @@ def print_calls(drawings: dict) -> None:
     print("\nCalls and weights")
     for path, drawn in drawings.items():
         report = drawn[-1].report
-        share = report["int8_weights"] / (report["int8_weights"] + report["float_weights"])
-        print(f"  {path:<10} model {report['weight_bytes'] / 2**20:6.2f} MiB, {share:6.1%} of block weights are INT8")
+        print(
+            f"  {path:<10} model {report['weight_bytes'] / 2**20:6.2f} MiB, {int8_share(report):6.1%} of block weights are INT8"
+        )
         for name, count in (report["calls"] or {}).items():
             print(f"  {'':<10} {name}: {count} linears in {len(drawn)} pictures of {STEPS} steps, cfg {CFG:g}")
         for reason, count in (report["declined"] or {}).items():
@@ -212,13 +217,28 @@ def sheet_rows(prompts: list[str], drawings: dict) -> list:
 
 
 def report_failures(drawings: dict) -> int:
-    """1 and a sentence for each INT8 path that ran nothing on INT8, else 0."""
-    failed = [path for path, drawn in int8_paths(drawings).items() if not drawn[-1].report["calls"]]
-    for path in failed:
-        print(
-            f"FAILED: no linear ran on INT8 on the path {path!r}; see server.log in the output folder.", file=sys.stderr
-        )
-    return 1 if failed else 0
+    """1 and a sentence for everything that an INT8 path did not do as promised, else 0."""
+    failures = []
+    for path, drawn in int8_paths(drawings).items():
+        report = drawn[-1].report
+        layers = [row for row in report["layers"] or [] if row["action"] != "keep"]
+        calls = sum((report["calls"] or {}).values())
+        # each step runs every layer once, or twice where the host splits prompt and negative
+        forwards = STEPS * len(drawn)
+        if not layers or calls not in (len(layers) * forwards, 2 * len(layers) * forwards):
+            failures.append(f"{path}: {len(layers)} INT8 layers in {forwards} steps made {calls} INT8 calls")
+        if report["declined"]:
+            failures.append(f"{path}: calls were declined: {report['declined']}")
+        if int8_share(report) < 0.95:
+            failures.append(f"{path}: only {int8_share(report):.1%} of the block weights are INT8; 95 % are needed")
+    for failure in failures:
+        print(f"FAILED: {failure}; see server.log in the output folder.", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def int8_share(report: dict) -> float:
+    """Share of the block weights that the live model holds as INT8, 0 to 1."""
+    return report["int8_weights"] / (report["int8_weights"] + report["float_weights"])
 
 
 if __name__ == "__main__":

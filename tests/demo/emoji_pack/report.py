@@ -13,7 +13,7 @@ REPORT_KEY = "native_int8_report"
 
 
 def describe(model) -> str:
-    """JSON of {"layers": [...], "calls": {...}, "declined": {...}, "int8_weights": n, "float_weights": n}.
+    """JSON of what was decided ("summary", "source", "layers"), what ran ("calls", "declined") and what is held.
 
     "layers" is None for a MODEL that the pack did not build; "calls" is None where its kernels are not attached.
     The weight counts are elements of 2-D weights, taken from the live model and not from the report.
@@ -24,6 +24,8 @@ def describe(model) -> str:
     int8_weights, float_weights = _count_weights(model.model.diffusion_model)
     return json.dumps(
         {
+            "summary": None if report is None else report.summary(),
+            "source": None if report is None else report.source_line,
             "layers": None if report is None else [_layer(decision) for decision in report.decisions],
             "calls": counted["calls"],
             "declined": counted["declined"],
@@ -41,6 +43,7 @@ def _layer(decision) -> dict:
         "action": decision.action,
         "reason": decision.reason,
         "shape": list(decision.shape),
+        "rotation_group": decision.rotation_group,
     }
 
 
