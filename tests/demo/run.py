@@ -208,9 +208,8 @@ def sheet_rows(prompts: list[str], drawings: dict) -> list:
     for number, prompt in enumerate(prompts):
         cells = []
         for path, drawn in drawings.items():
-            note = f"{drawn[number].seconds:.1f} s"
-            if path != "float":
-                note += f", cosine {cosine(drawn[number].latent, drawings['float'][number].latent):.4f}"
+            value = cosine(drawn[number].latent, drawings["float"][number].latent)
+            note = "the reference" if path == "float" else f"cosine to float {value:.4f}"
             cells.append((f"{prompt}: {path}\n{note}", drawn[number].picture))
         rows.append(cells)
     return rows
