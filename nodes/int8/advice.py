@@ -64,20 +64,19 @@ def _path(implementation: str, device: Device) -> str:
 def report(device: Device, around: Surroundings) -> str:
     """The whole report as plain text of about 30 short lines."""
     expected = outlook(device)
-    lines = [headline(device), expected.verdict, "", "Machine", *_indented(_machine(device, around))]
-    lines += ["", "Path of each kind of layer"]
+    lacking = missing(device, around)
+    lines = [headline(device), expected.verdict, "", "Missing" if lacking else "Missing: nothing"]
+    for entry in lacking:
+        lines += [f"- {entry.what}: {entry.why}", f"    {entry.command}"]
     paths = layer_paths(device)
     if len({path for _, path in paths}) == 1:
         paths = [("Attention and feed-forward Linears, with or without ConvRot", paths[0][1])]
-    lines += _indented([*(f"{label}: {path}" for label, path in paths), FLOAT_LAYERS])
-    lines += ["", "What to expect", *_indented([expected.why])]
-    lines += _indented([f"{claim.text} [{claim.evidence}: {claim.source}]" for claim in expected.claims])
+    lines += ["", "Path of each kind of layer", *(f"- {label}: {path}" for label, path in paths), f"- {FLOAT_LAYERS}"]
+    lines += ["", "What to expect", f"- {expected.why}"]
+    lines += [f"- {claim.text} [{claim.evidence}: {claim.source}]" for claim in expected.claims]
     if device.is_mig_slice:
-        lines += _indented(["This is a MIG slice: times grow as its share of the card shrinks, ratios stay."])
-    lacking = missing(device, around)
-    lines += ["", "Missing" if lacking else "Missing: nothing"]
-    for entry in lacking:
-        lines += _indented([f"{entry.what}: {entry.why}", f"    {entry.command}"])
+        lines.append("- This is a MIG slice: times grow as its share of the card shrinks, ratios stay.")
+    lines += ["", "Machine", *(f"- {line}" for line in _machine(device, around))]
     return "\n".join(lines)
 
 
@@ -100,7 +99,3 @@ def _machine(device: Device, around: Surroundings) -> list[str]:
         states = ", ".join(f"{name} {state}" for name, state in around.backends)
         lines.append(f"comfy-kitchen {around.kitchen}; its backends: {states or 'none'}")
     return lines
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"  {line}" for line in lines]
