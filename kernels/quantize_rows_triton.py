@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rotate_triton import rotate_block
+from .rotate_triton import rotate_block_reversed
 
 ACT_NONE, ACT_GELU_TANH, ACT_SWIGLU = 0, 1, 2
 ACT_CODES = {None: ACT_NONE, "gelu_tanh": ACT_GELU_TANH, "swiglu": ACT_SWIGLU}
@@ -52,11 +52,30 @@ def _magnitude_bits(v):
 
 
 @triton.jit
-def _code(v, inverse_scale, bad):
-    """round_half_even(v * inverse_scale) as int8; 0 in a bad row."""
+def _code_bits(v, inverse_scale, bad):
+    """round_half_even(v * inverse_scale) in the low byte of an int32, as two's complement; 0 in a bad row."""
     # 12582912 = 1.5 * 2**23
     shifted = v * inverse_scale + 12582912.0
-    return tl.where(bad, 0, shifted.to(tl.int32, bitcast=True)).to(tl.int8)
+    return tl.where(bad, 0, shifted.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _store_codes(q_ptr, start, v, k, inverse_scale, bad, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Store the codes of v [BLOCK] at columns start, start + 1, ... < k; reversed within each GROUP > 0.
+
+    Reversed runs are stored as 32-bit words: the bytes are reversed while packing, the words by their addresses.
+    """
+    bits = _code_bits(v, inverse_scale, bad)
+    if GROUP == 0:
+        offs = start + tl.arange(0, BLOCK)
+        tl.store(q_ptr + offs, bits.to(tl.int8), mask=offs < k)
+    else:
+        bytes_of_word = tl.reshape(bits & 0xFF, (BLOCK // 4, 4))
+        words = tl.sum(bytes_of_word << (24 - 8 * tl.arange(0, 4))[None, :], axis=1)
+        WORDS: tl.constexpr = GROUP // 4
+        offs = tl.arange(0, BLOCK // 4)
+        offs = start // 4 + offs // WORDS * WORDS + (WORDS - 1 - offs % WORDS)
+        tl.store(q_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + offs, words, mask=offs < k // 4)
 
 
 @triton.jit
@@ -77,15 +96,13 @@ def _quantize_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_xm
     q_ptr += row * stride_qm
-    offs_a = tl.arange(0, BLOCK_A)
-    a = _load_values(x_ptr, offs_a, k, BLOCK_B == 0, ACT)
+    a = _load_values(x_ptr, tl.arange(0, BLOCK_A), k, BLOCK_B == 0, ACT)
     if BLOCK_B > 0:
-        offs_b = BLOCK_A + tl.arange(0, BLOCK_B)
-        b = _load_values(x_ptr, offs_b, k, True, ACT)
+        b = _load_values(x_ptr, BLOCK_A + tl.arange(0, BLOCK_B), k, True, ACT)
     if GROUP > 0:
-        a = rotate_block(a, BLOCK_A, GROUP)
+        a = rotate_block_reversed(a, BLOCK_A, GROUP)
         if BLOCK_B > 0:
-            b = rotate_block(b, BLOCK_B, GROUP)
+            b = rotate_block_reversed(b, BLOCK_B, GROUP)
     top = tl.max(_magnitude_bits(a), axis=0)
     if BLOCK_B > 0:
         top = tl.maximum(top, tl.max(_magnitude_bits(b), axis=0))
@@ -95,17 +112,17 @@ def _quantize_rows_kernel(
     inverse_scale = tl.math.div_rn(127.0, amax)
     scale = tl.where(bad, float("nan"), tl.math.div_rn(amax, 127.0))
     tl.store(scale_ptr + row, scale)
-    tl.store(q_ptr + offs_a, _code(a, inverse_scale, bad), mask=offs_a < k)
+    _store_codes(q_ptr, 0, a, k, inverse_scale, bad, BLOCK_A, GROUP)
     if BLOCK_B > 0:
-        tl.store(q_ptr + offs_b, _code(b, inverse_scale, bad), mask=offs_b < k)
+        _store_codes(q_ptr, BLOCK_A, b, k, inverse_scale, bad, BLOCK_B, GROUP)
 
 
 def row_blocks(k: int, rotation_group: int) -> tuple[int, int]:
     """Split a row of k values into (BLOCK_A, BLOCK_B), powers of two that cover it; BLOCK_B is 0 when not needed.
 
-    A rotated block must be a whole number of groups and at least 256 (1024 for group 1024) wide.
+    A rotated block must be a whole number of groups.
     """
-    least = (1024 if rotation_group == 1024 else 256) if rotation_group else 16
+    least = max(rotation_group, 16)
     block_a = 1 << (k.bit_length() - 1)
     if block_a < least:
         return max(least, triton.next_power_of_2(k)), 0

@@ -1,6 +1,7 @@
 """What each op means, in slow plain PyTorch. For tests: no other file of the pack imports this one.
 
 Arithmetic is fp32 in the order written here; an implementation that promises equality follows that order.
+Everything is computed and returned on the CPU, wherever the arguments are.
 Letters: see kernels/__init__.py.
 """
 
@@ -27,12 +28,12 @@ def hadamard(group: int) -> torch.Tensor:
 def rotate(x: torch.Tensor, group: int) -> torch.Tensor:
     """x [..., K] -> float64 [..., K]: each contiguous run of `group` columns multiplied by H(group)."""
     shape = x.shape
-    return (x.double().reshape(-1, group) @ hadamard(group)).reshape(shape)
+    return (x.cpu().double().reshape(-1, group) @ hadamard(group)).reshape(shape)
 
 
 def input_act(x: torch.Tensor, act: str | None) -> torch.Tensor:
     """The activation that is folded into quantisation, in float64. "swiglu" takes [gate | up] and halves K."""
-    x = x.double()
+    x = x.cpu().double()
     if act == "gelu_tanh":
         return torch.nn.functional.gelu(x, approximate="tanh")
     if act == "swiglu":
@@ -47,7 +48,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     amax = max(|row|), at least 127 * MIN_SCALE; scale = amax / 127; q = round_half_even(x * (127 / amax)).
     A row that holds NaN or Inf gives scale NaN and q 0, so that the whole output row is NaN.
     """
-    x = x.float()
+    x = x.cpu().float()
     amax = x.abs().amax(dim=-1, keepdim=True)
     finite = torch.isfinite(x).all(dim=-1, keepdim=True)
     amax = torch.where(finite, amax, torch.ones_like(amax)).clamp(min=torch.tensor(127.0) * MIN_SCALE)
@@ -59,7 +60,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def int8_accumulate(q_x: torch.Tensor, q_w: torch.Tensor) -> torch.Tensor:
     """q_x [M, K] int8, q_w [N, K] int8 -> int32 [M, N], exact (summed in int64)."""
-    return (q_x.cpu().long() @ q_w.cpu().long().T).to(torch.int32).to(q_x.device)
+    return (q_x.cpu().long() @ q_w.cpu().long().T).to(torch.int32)
 
 
 def int8_matmul(
@@ -74,7 +75,7 @@ def int8_matmul(
 
     q_x [M, K] int8, x_scale [M, 1] fp32, q_w [N, K] int8, w_scale 1 or N values fp32, bias [N] -> [M, N].
     """
-    y = int8_accumulate(q_x, q_w).float() * x_scale.reshape(-1, 1) * w_scale.reshape(1, -1)
+    y = int8_accumulate(q_x, q_w).float() * x_scale.cpu().reshape(-1, 1) * w_scale.cpu().reshape(1, -1)
     if bias is not None:
-        y = y + bias.float()
+        y = y + bias.cpu().float()
     return y.to(out_dtype)

@@ -30,6 +30,11 @@ class Tile:
     stages: int
     group_m: int = 8
 
+    @property
+    def name(self) -> str:
+        """Short form for reports: "128x128x64 w4 s4 g8"."""
+        return f"{self.block_m}x{self.block_n}x{self.block_k} w{self.warps} s{self.stages} g{self.group_m}"
+
     def buffers(self, family: str | None) -> int:
         """Pipeline buffers that Triton allocates: one per stage on Hopper and newer data-centre parts, one fewer before."""
         return self.stages if family in ("hopper", "blackwell-dc") else max(self.stages - 1, 1)
@@ -88,6 +93,11 @@ _HOPPER = {
 }
 
 TABLES: dict[str, dict[int, Tile]] = {"ampere": _AMPERE, "ada": _AMPERE, "blackwell": _AMPERE, "hopper": _HOPPER}
+
+
+def all_tiles(family: str) -> set[Tile]:
+    """Every tile that the table of a family can give."""
+    return set(TABLES[family].values())
 
 
 @functools.lru_cache(maxsize=4096)

@@ -98,7 +98,7 @@ def test_a_bad_row_is_nan_and_the_others_keep_their_bits(bad, impl, device):
 def test_swiglu_reads_gate_and_up(impl, device):
     w, q, scale, b = layer(96, 32, device)
     x = torch.randn((9, 192), generator=generator(5, str(device)), device=device)
-    exact = torch.nn.functional.linear(reference.input_act(x, "swiglu"), w.double(), b.double())
+    exact = torch.nn.functional.linear(reference.input_act(x, "swiglu"), w.double().cpu(), b.double().cpu())
     assert sqnr_db(int8_linear(x, q, scale, b, input_act="swiglu", implementation=impl), exact) > 36
 
 

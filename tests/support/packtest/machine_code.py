@@ -1,0 +1,199 @@
+"""Compile the pack's kernels ahead of time, without a GPU, and read the machine code.
+
+Run as a program it prints one JSON object per kernel variant:
+
+    python machine_code.py --sm 80 86 89 90 [--form trans usual]
+
+Triton must not be interpreting (TRITON_INTERPRET unset or 0). To check another Triton than the installed one, put
+its folder first on PYTHONPATH. `usual` compiles the textbook form of the matmul (weight loaded as [BLOCK_K, BLOCK_N]),
+to show that the checks catch what it turns into on Triton 3.8 and later.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+INT8 = "*i8"
+FP32 = "*fp32"
+
+
+@triton.jit
+def usual_form_kernel(
+    x_ptr, w_ptr, y_ptr, k, stride_xm, stride_wn, stride_ym,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The textbook INT8 matmul on a [N, K] weight: pointers as [BLOCK_K, BLOCK_N], advanced as tensors."""
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + offs_m[:, None] * stride_xm + offs_k[None, :]
+    w_ptrs = w_ptr + offs_k[:, None] + offs_n[None, :] * stride_wn
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for _ in range(0, k, BLOCK_K):
+        acc = tl.dot(tl.load(x_ptrs), tl.load(w_ptrs), acc, out_dtype=tl.int32)
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    tl.store(y_ptr + offs_m[:, None] * stride_ym + offs_n[None, :], acc.to(tl.bfloat16))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler made of one variant. Loop counts are instructions per warp and loop pass."""
+
+    kernel: str
+    variant: str
+    sm: int
+    triton: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    loop_instructions: int
+    loop_mma: int
+    loop_permutes: int
+    loop_local_memory: int
+    wgmma: int
+
+    @property
+    def mma_share(self) -> float:
+        """Tensor-core instructions over all instructions of the loop."""
+        return self.loop_mma / self.loop_instructions if self.loop_instructions else 0.0
+
+
+def _compile(fn, types: dict[str, str], constants: dict, sm: int, warps: int, stages: int, options: dict | None = None):
+    """Compile a jit function with 16-divisible pointers and sizes, as a layer of a real model gives it."""
+    names = fn.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types and name != "m"}
+    source = ASTSource(fn, signature, constants, attrs)
+    options = {"num_warps": warps, "num_stages": stages, **(options or {})}
+    return triton.compile(source, GPUTarget("cuda", sm, 32), options)
+
+
+def _tool(name: str) -> Path:
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    """SASS and resource usage of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = str(_tool("cuobjdump"))
+        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return sass, usage.stdout + usage.stderr
+
+
+def _main_loop(sass: str) -> list[str]:
+    """Opcodes of the shortest backward branch that holds a tensor-core instruction; [] when there is none."""
+    code = [(int(a, 16), op) for a, op in re.findall(r"/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\d+ )?[A-Z][^;]*);", sass)]
+    best: list[str] = []
+    for address, text in code:
+        target = re.search(r"BRA.*?(?:`\(\.L_x_\d+\)|0x([0-9a-f]+))", text)
+        if not target or not target.group(1) or int(target.group(1), 16) >= address:
+            continue
+        body = [t for a, t in code if int(target.group(1), 16) <= a <= address]
+        opcodes = [re.sub(r"^@!?U?P\d+ ", "", t).split()[0] for t in body]
+        if any("MMA" in op for op in opcodes) and (not best or len(opcodes) < len(best)):
+            best = opcodes
+    return best
+
+
+def report(kernel: str, variant: str, sm: int, compiled) -> Report:
+    """Read registers, stack, shared memory and the main loop of a compiled kernel."""
+    sass, usage = _disassemble(compiled.asm["cubin"])
+    loop = _main_loop(sass)
+    numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK):(\d+)", usage)}
+    return Report(
+        kernel=kernel,
+        variant=variant,
+        sm=sm,
+        triton=triton.__version__,
+        registers=numbers["REG"],
+        stack_bytes=numbers["STACK"],
+        shared_bytes=compiled.metadata.shared,
+        loop_instructions=len(loop),
+        loop_mma=sum("MMA" in op for op in loop),
+        loop_permutes=sum(op.startswith("PRMT") for op in loop),
+        loop_local_memory=sum(op.startswith(("LDL", "STL")) for op in loop),
+        wgmma=len(re.findall(r"\b[IHQ]GMMA\b", sass)),
+    )
+
+
+def matmul_reports(kernels, sm: int, family: str):
+    """The default tiles of a family, with bf16 output, row scales and bias."""
+    module = kernels["int8_matmul_triton"]
+    types = {
+        "x_ptr": INT8, "x_scale_ptr": FP32, "w_ptr": INT8, "w_scale_ptr": FP32, "bias_ptr": "*bf16", "y_ptr": "*bf16",
+        "m": "i32", "n": "i32", "k": "i32", "stride_xm": "i32", "stride_wn": "i32", "stride_ym": "i32",
+    }  # fmt: skip
+    for tile in sorted(kernels["tiles"].all_tiles(family), key=str):
+        constants = {
+            "ROW_SCALES": True, "HAS_BIAS": True, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m, "EVEN_K": True,
+        }  # fmt: skip
+        options = {"enable_fp_fusion": False}
+        compiled = _compile(module._int8_matmul_kernel, types, constants, sm, tile.warps, tile.stages, options)
+        yield report("int8_matmul", tile.name, sm, compiled)
+
+
+def usual_form_reports(sm: int):
+    """The textbook form on the default large tile."""
+    types = {"x_ptr": INT8, "w_ptr": INT8, "y_ptr": "*bf16", "k": "i32"}
+    types |= {"stride_xm": "i32", "stride_wn": "i32", "stride_ym": "i32"}
+    compiled = _compile(usual_form_kernel, types, {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64}, sm, 4, 4)
+    yield report("usual_form", "128x128x64 w4 s4", sm, compiled)
+
+
+def quantize_reports(kernels, sm: int):
+    """quantize_rows on the widths of real models: plain, rotated, and with an activation."""
+    module = kernels["quantize_rows_triton"]
+    types = {"x_ptr": "*bf16", "q_ptr": INT8, "scale_ptr": FP32, "k": "i32", "stride_xm": "i32", "stride_qm": "i32"}
+    for k, group, act in ((3072, 0, 0), (4608, 0, 0), (12288, 0, 2), (53248, 0, 0), (4608, 256, 0), (12288, 256, 2),
+                          (24576, 256, 0), (4096, 1024, 0), (3840, 64, 1), (2048, 16, 0)):  # fmt: skip
+        block_a, block_b = module.row_blocks(k, group)
+        constants = {"ACT": act, "GROUP": group, "BLOCK_A": block_a, "BLOCK_B": block_b}
+        compiled = _compile(module._quantize_rows_kernel, types, constants, sm, module.row_warps(k), 3)
+        yield report("quantize_rows", f"k{k} group{group} act{act}", sm, compiled)
+
+
+def all_reports(sms, forms):
+    """Every variant that the pack uses by default on these architectures."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import packtest
+
+    packtest.load_pack()
+    import importlib
+
+    names = ("int8_matmul_triton", "quantize_rows_triton", "tiles")
+    kernels = {name: importlib.import_module(f"{packtest.NAME}.kernels.{name}") for name in names}
+    for sm in sms:
+        family = {80: "ampere", 86: "ampere", 89: "ada", 90: "hopper"}[sm]
+        if "trans" in forms:
+            yield from matmul_reports(kernels, sm, family)
+            yield from quantize_reports(kernels, sm)
+        if "usual" in forms:
+            yield from usual_form_reports(sm)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sm", type=int, nargs="+", default=[80, 86, 89, 90])
+    parser.add_argument("--form", nargs="+", choices=["trans", "usual"], default=["trans"])
+    arguments = parser.parse_args()
+    for result in all_reports(arguments.sm, arguments.form):
+        print(json.dumps({**asdict(result), "mma_share": round(result.mma_share, 3)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
