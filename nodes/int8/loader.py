@@ -182,13 +182,21 @@ def _host_layout(header: Header, state: dict) -> tuple[Header, dict]:
     """
     from comfy import model_detection
 
-    if model_detection.model_config_from_unet(dict(state), "", metadata=header.metadata) is not None:
-        return header, state
-    if all(info.dtype != "I8" for info in header.tensors.values()):
-        converted = model_detection.convert_diffusers_mmdit(dict(state), "")
+    try:
+        if model_detection.model_config_from_unet(dict(state), "", metadata=header.metadata) is not None:
+            return header, state
+        converted = None
+        if all(info.dtype != "I8" for info in header.tensors.values()):
+            converted = model_detection.convert_diffusers_mmdit(dict(state), "")
         if converted and model_detection.model_config_from_unet(dict(converted), "") is not None:
             renamed = header_of(converted, header.metadata, header.path)
             return renamed, {name: converted[renamed.key(name)] for name in renamed.tensors}
+    except (KeyError, IndexError, AttributeError) as error:
+        # the host's detector reads keys that a model of this kind always has
+        raise CheckpointError(
+            f"{header.path}: part of a diffusion model: {error} was looked for and is not there. A file with the whole "
+            "model is needed; if it is one of several parts, join them, else download it again."
+        ) from error
     raise _unknown_model(header)
 
 
@@ -203,7 +211,7 @@ _LOOKS_LIKE = (
 def _unknown_model(header: Header) -> CheckpointError:
     kind = next(
         (kind for marks, kind in _LOOKS_LIKE if any(mark in name for name in header.tensors for mark in marks)),
-        "no model this ComfyUI knows; update ComfyUI if it is new",
+        "no model this ComfyUI knows, or a part of one; join the parts of a split file, or update ComfyUI if the model is new",
     )
     return CheckpointError(
         f"{header.path}: not recognised as a diffusion model: its parts are {', '.join(part_names(header.tensors))}. "
@@ -262,6 +270,8 @@ def _make_room(work: list[Decision], device: torch.device) -> None:
 def _verify(model, decisions: list[Decision]) -> list[str]:
     """Check that the host took every INT8 weight as INT8; codes read as floats would be noise without an error.
 
+    Returns:
+        notes on layers that the model lacks, and on Linears that the file lacks.
     Raises:
         CheckpointError: a module holds INT8 codes as plain numbers.
     """
@@ -282,9 +292,15 @@ def _verify(model, decisions: list[Decision]) -> list[str]:
             )
     # the host renames the layers of some models as it loads them, so names alone do not prove that one is missing
     taken = sum(isinstance(getattr(module, "weight", None), QuantizedTensor) for module in modules.values())
-    if taken >= len(int8):
-        return []
-    return [f"{len(int8) - taken} INT8 layers of the file are not part of this model, such as {unknown[0]}."]
+    notes = []
+    if taken < len(int8):
+        notes.append(f"{len(int8) - taken} INT8 layers of the file are not part of this model, such as {unknown[0]}.")
+    empty = [name for name, m in modules.items() if hasattr(m, "in_features") and getattr(m, "weight", None) is None]
+    if empty:
+        notes.append(
+            f"{len(empty)} Linears of the model have no weight in the file, such as {empty[0]}: a run that needs one fails."
+        )
+    return notes
 
 
 def _rest_notes(header: Header) -> list[str]:
