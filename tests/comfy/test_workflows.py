@@ -1,0 +1,203 @@
+"""The example workflows against the live server: known nodes, inputs, links and widgets; two of them really run."""
+
+import json
+import re
+
+import pytest
+from packtest import ROOT
+from PIL import Image
+
+FOLDER = ROOT / "example_workflows"
+WORKFLOWS = sorted(path.stem for path in FOLDER.glob("*.json"))
+# drawn by the frontend alone; the server has never heard of them
+FRONTEND_ONLY = {"MarkdownNote": [], "Note": []}
+OURS = ("LoadDiTNativeINT8", "INT8PatchModel", "INT8CapabilityCheck")
+WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+CONTROL_VALUES = {"fixed", "increment", "decrement", "randomize"}
+
+pytestmark = pytest.mark.comfy
+
+
+def load(name: str) -> dict:
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def inputs_of(schema: dict) -> dict[str, tuple[str, dict]]:
+    """Input name -> (type, options), required ones first, as the frontend orders them."""
+    found = {}
+    for group in ("required", "optional"):
+        for name, (kind, *rest) in schema["input"].get(group, {}).items():
+            options = rest[0] if rest else {}
+            found[name] = ("COMBO", {**options, "options": kind}) if isinstance(kind, list) else (kind, options)
+    return found
+
+
+def widgets_of(schema: dict) -> list[str]:
+    """Names of the values in `widgets_values`, in order; a seed is followed by what happens to it after a run."""
+    names = []
+    for name, (kind, options) in inputs_of(schema).items():
+        if kind in WIDGET_TYPES and not options.get("forceInput"):
+            names.append(name)
+            if options.get("control_after_generate"):
+                names.append("control_after_generate")
+    return names
+
+
+def values_of(node: dict, schema: dict) -> dict:
+    """Widget name -> value stored in the file; raises when the counts differ."""
+    return dict(zip(widgets_of(schema), node.get("widgets_values", []), strict=True))
+
+
+def matches(output: str, wanted: str) -> bool:
+    return "*" in (output, wanted) or wanted == "COMFY_MATCHTYPE_V3" or output == "COMFY_MATCHTYPE_V3" or bool(
+        set(output.split(",")) & set(wanted.split(","))
+    )  # fmt: skip
+
+
+def to_prompt(workflow: dict, schemas: dict) -> dict:
+    """The API prompt that the frontend would queue."""
+    links = {link[0]: link for link in workflow["links"]}
+    prompt = {}
+    for node in workflow["nodes"]:
+        if node["type"] in FRONTEND_ONLY:
+            continue
+        values = values_of(node, schemas[node["type"]])
+        values.pop("control_after_generate", None)
+        for slot in node["inputs"]:
+            if slot["link"] is not None:
+                _, origin, output, *_ = links[slot["link"]]
+                values[slot["name"]] = [str(origin), output]
+        prompt[str(node["id"])] = {"class_type": node["type"], "inputs": values}
+    return prompt
+
+
+def test_there_are_workflows_and_each_of_our_nodes_is_in_one():
+    assert len(WORKFLOWS) >= 4
+    used = {node["type"] for name in WORKFLOWS for node in load(name)["nodes"]}
+    assert used.issuperset(OURS)
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_nodes_inputs_and_widgets_are_known(name, schemas):
+    for node in load(name)["nodes"]:
+        if node["type"] in FRONTEND_ONLY:
+            continue
+        assert node["type"] in schemas, node["type"]
+        schema = schemas[node["type"]]
+        known = inputs_of(schema)
+        for slot in node["inputs"]:
+            assert slot["name"] in known, (node["type"], slot["name"])
+            # a combo may be typed by the frontend as COMBO or by its options
+            assert matches(known[slot["name"]][0], slot["type"]), (node["type"], slot)
+        assert [slot["type"] for slot in node["outputs"]] == schema["output"] or "COMFY_MATCHTYPE_V3" in schema[
+            "output"
+        ]
+        for widget, value in values_of(node, schema).items():
+            if widget == "control_after_generate":
+                assert value in CONTROL_VALUES
+            else:
+                check_value(node, widget, value, *known[widget])
+
+
+def check_value(node, widget, value, kind, options):
+    where = (node["type"], widget, value)
+    if kind == "BOOLEAN":
+        assert isinstance(value, bool), where
+    elif kind == "STRING":
+        assert isinstance(value, str), where
+    elif kind in ("INT", "FLOAT"):
+        assert isinstance(value, int | float) and not isinstance(value, bool), where
+        assert options.get("min", value) <= value <= options.get("max", value), where
+    elif not str(value).endswith(".safetensors"):
+        assert value in options["options"], where
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_links_join_matching_types(name, schemas):
+    workflow = load(name)
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    assert len(nodes) == len(workflow["nodes"])
+    assert workflow["last_node_id"] >= max(nodes)
+    seen = set()
+    for link, origin, output, target, slot, kind in workflow["links"]:
+        source, sink = nodes[origin]["outputs"][output], nodes[target]["inputs"][slot]
+        assert link in source["links"] and sink["link"] == link
+        assert matches(source["type"], sink["type"]) and matches(kind, source["type"]), (
+            link,
+            source["type"],
+            sink["type"],
+        )
+        seen.add(link)
+    assert seen == {slot["link"] for node in nodes.values() for slot in node["inputs"] if slot["link"] is not None}
+    assert workflow["last_link_id"] >= max(seen, default=0)
+    for node in workflow["nodes"]:
+        if node["type"] in FRONTEND_ONLY:
+            continue
+        linked = {slot["name"] for slot in node["inputs"] if slot["link"] is not None}
+        widgets = set(widgets_of(schemas[node["type"]]))
+        required = set(schemas[node["type"]]["input"].get("required", {}))
+        assert required <= linked | widgets, (node["type"], required - linked - widgets)
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_nodes_do_not_overlap(name):
+    title = 30
+    boxes = [(n["type"], *n["pos"], *n["size"]) for n in load(name)["nodes"]]
+    for i, (a, ax, ay, aw, ah) in enumerate(boxes):
+        for b, bx, by, bw, bh in boxes[i + 1 :]:
+            apart = ax + aw <= bx or bx + bw <= ax or ay + ah <= by - title or by + bh <= ay - title
+            assert apart, (a, b)
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_every_model_file_has_a_link_or_comes_with_the_demo(name, schemas):
+    for node in load(name)["nodes"]:
+        if node["type"] in FRONTEND_ONLY or node["type"].startswith("Primitive"):
+            continue
+        files = [value for value in node.get("widgets_values", []) if str(value).endswith(".safetensors")]
+        models = {model["name"]: model for model in node["properties"].get("models", [])}
+        assert set(models) == {file for file in files if not file.startswith("emoji_")}
+        for model in models.values():
+            assert re.fullmatch(rf"https://huggingface\.co/\S+/{re.escape(model['name'])}", model["url"])
+            assert model["directory"] in ("diffusion_models", "text_encoders", "vae")
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_thumbnail(name):
+    with Image.open(FOLDER / f"{name}.jpg") as picture:
+        assert picture.format == "JPEG" and min(picture.size) >= 240
+        low, high = picture.convert("L").getextrema()
+        assert high - low > 100
+
+
+def test_server_lists_the_workflows_and_serves_them(pack_server):
+    listed = pack_server.get("/workflow_templates")["native-int8-dit"]
+    assert sorted(listed) == WORKFLOWS
+
+
+def test_capability_check_runs_alone(pack_server, schemas):
+    workflow = load("INT8 capability check")
+    result = pack_server.run(to_prompt(workflow, schemas))
+    shown = {node["id"]: node for node in workflow["nodes"] if node["type"] == "PreviewAny"}
+    texts = [result.text(str(node_id)) for node_id in shown]
+    report = next(text for text in texts if "\n" in text)
+    assert "consumer Ampere" in report.splitlines()[0]
+    for heading in ("Missing", "Path of each kind of layer", "What to expect", "Machine"):
+        assert f"\n{heading}" in report
+    expected = "int8_convrot" if ": consumer Ampere" in report.splitlines()[0] else "fp8_scaled"
+    assert any(expected in text for text in texts if "\n" not in text)
+
+
+def test_emoji_demo_draws_three_pictures(pack_server, schemas):
+    workflow = load("Emoji demo - float and INT8")
+    prompt = to_prompt(workflow, schemas)
+    for node in prompt.values():
+        if node["class_type"] == "KSampler":
+            node["inputs"]["steps"] = 2
+    result = pack_server.run(prompt)
+    savers = [node_id for node_id, node in prompt.items() if node["class_type"] == "SaveImage"]
+    pictures = [result.images(node_id) for node_id in savers]
+    assert [len(files) for files in pictures] == [1, 1, 1]
+    for (file,) in pictures:
+        with Image.open(file) as picture:
+            assert picture.size == (128, 128)
