@@ -7,7 +7,8 @@ class INT8PatchModel(io.ComfyNode):
     """MODEL -> INT8 MODEL; the work is in `int8/patcher.py`."""
 
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
+        """Return the node's inputs and outputs."""
         return io.Schema(
             node_id="INT8PatchModel",
             display_name="INT8 Patch Model",
@@ -26,7 +27,8 @@ class INT8PatchModel(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model):
+    def execute(cls, model) -> io.NodeOutput:
+        """Patch the MODEL and show what became of its layers."""
         from .int8 import patcher, status
 
         patched, report = patcher.patch_model(model)

@@ -13,6 +13,7 @@ import torch
 
 MAX_DEPTH = 6
 MAX_ITEMS = 512
+_LEAVES = (type(None), str, bytes, int, float, type, torch.Tensor, types.ModuleType)
 
 log = logging.getLogger("native_int8.carry")
 
@@ -45,6 +46,7 @@ def carry_over(source, fresh):
     notes += _carry_object_patches(twin, old_paths)
     notes += _carry_compile(twin)
     notes += _carry_injections(twin, old_paths)
+    notes += _float_parts(twin, old_paths)
     for note in notes:
         log.warning(note)
     return twin, notes
@@ -109,6 +111,18 @@ def _carry_injections(twin, old_paths: dict[int, str]) -> list[str]:
     return notes
 
 
+def _float_parts(twin, old_paths: dict[int, str]) -> list[str]:
+    """Notes on functions that stay, since they may do more, but still reach into the float model."""
+    places = {f"wrapper {key}": entries for kind in twin.wrappers.values() for key, entries in kind.items()}
+    places |= {f"callback {key}": entries for kind in twin.callbacks.values() for key, entries in kind.items()}
+    places |= {f"option {key}": value for key, value in twin.model_options.items()}
+    return [
+        f"The {place} refers to parts of the float model and keeps it in memory; put its node after this one."
+        for place, value in places.items()
+        if _holds_module(value, old_paths)
+    ]
+
+
 def _closure(function) -> list:
     cells = getattr(function, "__closure__", None) or ()
     return [cell.cell_contents for cell in cells if _is_filled(cell)]
@@ -122,10 +136,12 @@ def _is_filled(cell) -> bool:
     return True
 
 
-def _holds_module(thing, paths: dict[int, str], depth: int = MAX_DEPTH) -> bool:
+def _holds_module(thing, paths: dict[int, str], depth: int = MAX_DEPTH, seen: set[int] | None = None) -> bool:
     """Whether one of the modules in `paths` (by id) can be reached from `thing`."""
-    if depth == 0 or thing is None or isinstance(thing, (str, bytes, int, float, type, torch.Tensor, types.ModuleType)):
+    seen = set() if seen is None else seen
+    if depth == 0 or id(thing) in seen or isinstance(thing, _LEAVES):
         return False
+    seen.add(id(thing))
     if isinstance(thing, torch.nn.Module):
         # a whole BaseModel is only ever kept for its sampling settings
         return id(thing) in paths or (
@@ -134,7 +150,7 @@ def _holds_module(thing, paths: dict[int, str], depth: int = MAX_DEPTH) -> bool:
     # a patcher is not a part of the model; patches keep them to read sampling settings
     if hasattr(thing, "model_options") and hasattr(thing, "object_patches"):
         return False
-    return any(_holds_module(part, paths, depth - 1) for part in _parts(thing))
+    return any(_holds_module(part, paths, depth - 1, seen) for part in _parts(thing))
 
 
 def _parts(thing) -> list:

@@ -224,6 +224,19 @@ def test_a_patch_that_holds_float_modules_is_left_out_and_said(float_model, samp
     assert "diffusion_model.single_blocks.0" not in twin.object_patches
 
 
+def test_a_wrapper_that_reaches_into_the_float_model_is_said(float_model):
+    block = float_model.model.diffusion_model.single_blocks[0]
+
+    def wrap(executor, *args, **kwargs):
+        return executor(*args, **kwargs) if block.training is not None else None
+
+    model = float_model.clone()
+    model.add_wrapper_with_key("diffusion_model", "reaching", wrap)
+    notes = patcher.patch_model(model)[1].notes
+    assert len(notes) == 1
+    assert "wrapper reaching" in notes[0]
+
+
 def test_bypass_lora_moves_to_the_twin(comfy, float_model, sample, cosine, lora_file):
     weights = comfy.utils.load_torch_file(lora_file)
     bypass = comfy.sd.load_bypass_lora_for_models(float_model, None, weights, 1.0, 0)[0]
@@ -297,3 +310,19 @@ def test_a_dead_twin_frees_its_weights(comfy, float_model, sample):
     comfy.model_management.unload_all_models()
     gc.collect()
     assert model() is None
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_torch_compile_before_and_after_compiles_the_twin(comfy, float_model, sample, order):
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    plain, report = patcher.patch_model(float_model)
+    expected = sample(plain, steps=1)
+    layers, per_step = report.int8_layers, calls(plain)
+    model = float_model.clone() if order == "before" else patcher.patch_model(float_model)[0]
+    set_torch_compile_wrapper(model, backend="eager")
+    twin = patcher.patch_model(model)[0] if order == "before" else model
+    got = sample(twin, steps=1)
+    assert torch.allclose(got, expected, atol=1e-4)
+    assert calls(twin) == per_step
+    assert per_step % layers == 0
