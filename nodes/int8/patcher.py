@@ -61,7 +61,10 @@ def rebuild(init: tuple, options, disable_dynamic: bool = False):
     """Load a MODEL again by its `cached_patcher_init` and quantise it; ComfyUI calls this for deep clones."""
     source = init[0](*init[1])
     fresh, _ = loader.load_state_dict(
-        pristine_state_dict(source[init[2]] if len(init) > 2 else source), None, options, disable_dynamic=disable_dynamic
+        pristine_state_dict(source[init[2]] if len(init) > 2 else source),
+        None,
+        options,
+        disable_dynamic=disable_dynamic,
     )
     fresh.cached_patcher_init = (rebuild, (init, options))
     return fresh
