@@ -89,7 +89,9 @@ def int8_linear(
     k = input_features(x, input_act, "int8_linear")
     check_weight(weight, weight_scale, bias, k, "int8_linear")
     if out_dtype not in OUT_DTYPES:
-        raise UnsupportedInput(f"int8_linear: out_dtype is {out_dtype}. Needed: one of {OUT_DTYPES}. Convert the result.")
+        raise UnsupportedInput(
+            f"int8_linear: out_dtype is {out_dtype}. Needed: one of {OUT_DTYPES}. Convert the result."
+        )
     if x.requires_grad and torch.is_grad_enabled():
         raise UnsupportedInput(
             "int8_linear: x requires a gradient, and rounding to int8 has none. Needed: inference. "

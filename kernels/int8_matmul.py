@@ -11,7 +11,7 @@ import torch
 from .capability import Device, detect
 from .dispatch import UnsupportedInput, choose
 from .launch import on_device
-from .tiles import Tile, pick
+from .tiles import Tile, pick, sm_of
 
 MAX_K = 131_072
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -89,10 +89,9 @@ def matmul_2d(
         return y
     from .int8_matmul_triton import int8_matmul_triton
 
+    tile = tile or pick(device, q_x.shape[0], q_w.shape[0], q_x.shape[1])
     with on_device(q_x.device):
-        int8_matmul_triton(
-            q_x, x_scale, q_w, w_scale, bias, y, tile or pick(device, q_x.shape[0], q_w.shape[0], q_x.shape[1])
-        )
+        int8_matmul_triton(q_x, x_scale, q_w, w_scale, bias, y, tile, sm_of(device))
     return y
 
 
@@ -110,7 +109,9 @@ def check_weight(weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.T
             "Block-wise scales must be converted to one per row first."
         )
     if bias is not None and bias.numel() != n:
-        raise UnsupportedInput(f"{op}: bias has {bias.numel()} values. Needed: {n}, one per output row. Check the layer.")
+        raise UnsupportedInput(
+            f"{op}: bias has {bias.numel()} values. Needed: {n}, one per output row. Check the layer."
+        )
 
 
 def as_scales(scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import Launcher, is_aligned
+from .tiles import reject
+
 
 @triton.jit
 def _tile_of(pid, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
@@ -62,6 +65,38 @@ def _accumulate(
         x_ptr += BLOCK_K
         w_ptr += BLOCK_K
     return acc
+
+
+@triton.jit
+def _store_tile(
+    acc,
+    x_scale_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    y_ptr,
+    left_m,
+    left_n,
+    stride_ym,
+    ROW_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The epilogue: scale, add the bias, round once, store. Pointers are at the tile; left_m, left_n rows and columns exist."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_m = offs_m < left_m
+    mask_n = offs_n < left_n
+    x_scale = tl.load(x_scale_ptr + offs_m, mask=mask_m, other=0.0)
+    if ROW_SCALES:
+        w_scale = tl.load(w_scale_ptr + offs_n, mask=mask_n, other=0.0)
+        y = acc.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
+    else:
+        y = acc.to(tl.float32) * x_scale[:, None] * tl.load(w_scale_ptr)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    offs_y = offs_m[:, None] * stride_ym + offs_n[None, :]
+    tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -108,49 +143,59 @@ def _int8_matmul_kernel(
         BLOCK_K,
         EVEN_K,
     )
-    mask_m = offs_m < left_m
-    mask_n = offs_n < left_n
-    x_scale = tl.load(x_scale_ptr + start_m + offs_m, mask=mask_m, other=0.0)
-    if ROW_SCALES:
-        w_scale = tl.load(w_scale_ptr + start_n + offs_n, mask=mask_n, other=0.0)
-        y = acc.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
-    else:
-        y = acc.to(tl.float32) * x_scale[:, None] * tl.load(w_scale_ptr)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + start_n + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    y_tile = y_ptr + start_m * stride_ym + start_n
-    offs_y = offs_m[:, None] * stride_ym + offs_n[None, :]
-    tl.store(y_tile + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
+    _store_tile(
+        acc,
+        x_scale_ptr + start_m,
+        w_scale_ptr + start_n if ROW_SCALES else w_scale_ptr,
+        bias_ptr + start_n,
+        y_ptr + start_m * stride_ym + start_n,
+        left_m,
+        left_n,
+        stride_ym,
+        ROW_SCALES,
+        HAS_BIAS,
+        BLOCK_M,
+        BLOCK_N,
+    )
 
 
-def int8_matmul_triton(q_x, x_scale, q_w, w_scale, bias, y, tile) -> None:
+_launch = Launcher(_int8_matmul_kernel)
+# spilled bytes per thread that are accepted; more means that the loop touches memory for its accumulators
+MAX_SPILLS = 32
+
+
+def check_compiled(compiled, sm: int, tile) -> None:
+    """The guard: a tile whose registers spilled is rejected, so that the next one of the table is used instead."""
+    if (compiled.n_spills or 0) > MAX_SPILLS:
+        reject(sm, tile, f"{compiled.n_spills} bytes of registers spilled with {compiled.n_regs} registers")
+
+
+def int8_matmul_triton(q_x, x_scale, q_w, w_scale, bias, y, tile, sm: int = 0) -> None:
     """q_x [M, K] int8, x_scale [M] fp32, q_w [N, K] int8, w_scale fp32 of 1 or N values, bias [N] | None -> y [M, N].
 
-    Rows of q_x, q_w and y may be strided; columns must be contiguous. M, N and K > 0.
+    Rows of q_x, q_w and y may be strided; columns must be contiguous. M, N and K > 0. sm names the architecture for
+    the guard.
     """
     m, k = q_x.shape
     n = q_w.shape[0]
-    _int8_matmul_kernel[(triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),)](
-        q_x,
-        x_scale,
-        q_w,
-        w_scale,
-        w_scale if bias is None else bias,
-        y,
-        m,
-        n,
-        k,
-        q_x.stride(0),
-        q_w.stride(0),
-        y.stride(0),
-        ROW_SCALES=w_scale.numel() > 1,
-        HAS_BIAS=bias is not None,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        GROUP_M=tile.group_m,
-        EVEN_K=k % tile.block_k == 0,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=False,
-    )
+    stride_xm, stride_wn, stride_ym = q_x.stride(0), q_w.stride(0), y.stride(0)
+    pointers = (q_x.data_ptr(), q_w.data_ptr(), x_scale.data_ptr(), w_scale.data_ptr(), y.data_ptr())
+    aligned = is_aligned(*pointers, 0 if bias is None else bias.data_ptr())
+    bias_dtype = None if bias is None else bias.dtype
+    if tile.tma and aligned and k % 16 == 0 and stride_xm % 16 == 0 and stride_wn % 16 == 0:
+        from .int8_matmul_tma_triton import int8_matmul_tma_triton
+
+        int8_matmul_tma_triton(q_x, x_scale, q_w, w_scale, bias, y, tile, sm)
+        return
+    row_scales = w_scale.numel() > 1
+    even_k = k % tile.block_k == 0
+    key = (y.device.index, tile, n, k, stride_xm, stride_wn, stride_ym, y.dtype, bias_dtype, row_scales)
+    _launch(
+        -(-m // tile.block_m) * -(-n // tile.block_n),
+        key,
+        aligned,
+        (q_x, x_scale, q_w, w_scale, w_scale if bias is None else bias, y, m, n, k, stride_xm, stride_wn, stride_ym,
+         row_scales, bias is not None, tile.block_m, tile.block_n, tile.block_k, tile.group_m, even_k),
+        {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False},
+        lambda compiled: check_compiled(compiled, sm, tile),
+    )  # fmt: skip

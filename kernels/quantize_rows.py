@@ -43,9 +43,10 @@ def quantize_rows_torch(
         amax = v.abs().amax(dim=1, keepdim=True)
         bad = ~torch.isfinite(v).all(dim=1, keepdim=True)
         amax = amax.masked_fill(bad, 1.0).clamp(min=127 * MIN_SCALE)
-        inverse_scale = torch.full_like(amax, 127.0) / amax
-        q[part] = torch.round(v * inverse_scale).masked_fill(bad, 0.0).to(torch.int8)
-        scale[part] = (amax / 127.0).masked_fill(bad, float("nan")).squeeze(1)
+        # tensors, not Python numbers: CUDA divides by a number through its reciprocal, which rounds differently
+        most = torch.full_like(amax, 127.0)
+        q[part] = torch.round(v * (most / amax)).masked_fill(bad, 0.0).to(torch.int8)
+        scale[part] = (amax / most).masked_fill(bad, float("nan")).squeeze(1)
 
 
 def quantize_2d(
@@ -77,7 +78,9 @@ def input_features(x: torch.Tensor, input_act: str | None, op: str) -> int:
             "dimension and one column. Convert it first."
         )
     if input_act not in INPUT_ACTS:
-        raise UnsupportedInput(f"{op}: input_act is {input_act!r}. Needed: one of {INPUT_ACTS}. Apply it before the call.")
+        raise UnsupportedInput(
+            f"{op}: input_act is {input_act!r}. Needed: one of {INPUT_ACTS}. Apply it before the call."
+        )
     if input_act == "swiglu":
         if x.shape[-1] % 2:
             raise UnsupportedInput(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import Launcher, is_aligned
 from .rotate_triton import rotate_block_reversed
 
 ACT_NONE, ACT_GELU_TANH, ACT_SWIGLU = 0, 1, 2
@@ -117,6 +118,9 @@ def _quantize_rows_kernel(
         _store_codes(q_ptr, BLOCK_A, b, k, inverse_scale, bad, BLOCK_B, GROUP)
 
 
+_launch = Launcher(_quantize_rows_kernel)
+
+
 def row_blocks(k: int, rotation_group: int) -> tuple[int, int]:
     """Split a row of k values into (BLOCK_A, BLOCK_B), powers of two that cover it; BLOCK_B is 0 when not needed.
 
@@ -130,12 +134,12 @@ def row_blocks(k: int, rotation_group: int) -> tuple[int, int]:
     return block_a, max(least, triton.next_power_of_2(rest)) if rest else 0
 
 
-def row_warps(k: int) -> int:
-    """Warps per row: about 16 to 32 values a thread."""
-    for warps, limit in ((1, 768), (2, 1536), (4, 3072), (8, 8192), (16, 24576)):
-        if k <= limit:
-            return warps
-    return 32
+def row_warps(k: int, rotation_group: int = 0) -> int:
+    """Warps per row: about 16 to 40 values a thread; fewer warps when sums cross the lanes of a rotated row."""
+    limits = (
+        ((1, 768), (2, 1536), (4, 6144), (8, 16384)) if rotation_group else ((1, 768), (2, 1536), (4, 4096), (8, 16384))
+    )
+    return next((warps for warps, limit in limits if k <= limit), 16)
 
 
 def quantize_rows_triton(x, q, scale, rotation_group: int, input_act: str | None) -> None:
@@ -145,16 +149,13 @@ def quantize_rows_triton(x, q, scale, rotation_group: int, input_act: str | None
     """
     m, k = q.shape
     block_a, block_b = row_blocks(k, rotation_group)
-    _quantize_rows_kernel[(m,)](
-        x,
-        q,
-        scale,
-        k,
-        x.stride(0),
-        q.stride(0),
-        ACT=ACT_CODES[input_act],
-        GROUP=rotation_group,
-        BLOCK_A=block_a,
-        BLOCK_B=block_b,
-        num_warps=row_warps(k),
+    act = ACT_CODES[input_act]
+    stride_xm, stride_qm = x.stride(0), q.stride(0)
+    _launch(
+        m,
+        (x.device.index, k, stride_xm, stride_qm, x.dtype, act, rotation_group),
+        is_aligned(x.data_ptr(), q.data_ptr(), scale.data_ptr()),
+        (x, q, scale, k, stride_xm, stride_qm, act, rotation_group, block_a, block_b),
+        # without fused multiply-adds the codes equal the reference; a rotated row is bound by its additions instead
+        {"num_warps": row_warps(k, rotation_group), "enable_fp_fusion": rotation_group > 0},
     )

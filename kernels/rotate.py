@@ -57,7 +57,9 @@ def rotate(x: torch.Tensor, group: int, *, implementation: str | None = None) ->
         raise UnsupportedInput(f"rotate: x is {x.dtype}. Needed: a floating dtype. Dequantise it first.")
     k = x.shape[-1]
     check_group(k, group)
-    chosen = choose(detect(x.device), in_features=k, out_features=k, rotation_group=group, implementation=implementation)
+    chosen = choose(
+        detect(x.device), in_features=k, out_features=k, rotation_group=group, implementation=implementation
+    )
     rows = x.reshape(-1, k)
     if chosen.implementation == "torch" or rows.numel() == 0:
         return rotate_torch(rows, group).to(x.dtype).reshape(x.shape)

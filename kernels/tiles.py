@@ -1,7 +1,11 @@
 """Which tile an INT8 matmul uses: data and a lookup, never a measurement during somebody's image.
 
-A tile is picked from the GPU's family, a bucket of M (powers of two) and N, K. M changes with every resolution and
-prompt length, so nothing is keyed on M itself. Two rules hold for every tile, and tests check them:
+A table is a list of rows, read from the top; the first whose limits hold gives the tile. Tables exist per
+architecture, since the machine code differs: mma.sync on sm_80, sm_86, sm_89 and sm_120, wgmma on sm_90. For large M
+on consumer cards, where the number of SMs decides how well the last wave is filled, a row holds several tiles and
+`wave_time` ranks them. What somebody measured on their own card (tuned.py) comes before the table.
+
+Two rules hold for every tile, and tests check them:
 - shared memory: the pipeline's buffers fit the GPU (99 KB a block on sm_86, sm_89 and sm_120);
 - accumulators: BLOCK_M * BLOCK_N / warps <= 4096 (128 int32 registers a thread), else they spill.
 """
@@ -9,19 +13,27 @@ prompt length, so nothing is keyed on M itself. Two rules hold for every tile, a
 from __future__ import annotations
 
 import functools
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .capability import Device
+from .compiled import override_sm
+
+log = logging.getLogger("native_int8.tiles")
 
 # per block, opt-in maximum
 CONSUMER_SHARED_MEMORY_BYTES = 101_376
-M_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-MAX_BUCKET = 8192
+ANY = 1 << 62
+M_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """BLOCK_M x BLOCK_N outputs, BLOCK_K int8 per step; warps and pipeline stages; group_m tile rows share a weight tile."""
+    """BLOCK_M x BLOCK_N outputs, BLOCK_K int8 per step; warps and pipeline stages; group_m tile rows share a weight tile.
+
+    tma: load through Hopper's tensor memory accelerator where the operands allow it.
+    """
 
     block_m: int
     block_n: int
@@ -29,83 +41,163 @@ class Tile:
     warps: int
     stages: int
     group_m: int = 8
+    tma: bool = False
 
     @property
     def name(self) -> str:
         """Short form for reports: "128x128x64 w4 s4 g8"."""
-        return f"{self.block_m}x{self.block_n}x{self.block_k} w{self.warps} s{self.stages} g{self.group_m}"
+        tma = " tma" if self.tma else ""
+        return f"{self.block_m}x{self.block_n}x{self.block_k} w{self.warps} s{self.stages} g{self.group_m}{tma}"
 
-    def buffers(self, family: str | None) -> int:
-        """Pipeline buffers that Triton allocates: one per stage on Hopper and newer data-centre parts, one fewer before."""
-        return self.stages if family in ("hopper", "blackwell-dc") else max(self.stages - 1, 1)
+    def buffers(self, sm: int) -> int:
+        """Pipeline buffers that Triton allocates: one per stage on sm_90 and sm_100, one fewer with mma.sync."""
+        return self.stages if sm in (90, 100, 103) else max(self.stages - 1, 1)
 
-    def shared_memory_bytes(self, family: str | None) -> int:
+    def shared_memory_bytes(self, sm: int) -> int:
         """Bytes of the pipeline's buffers; the epilogue may need its own scratch, read from the compiled kernel."""
-        return self.buffers(family) * (self.block_m + self.block_n) * self.block_k
+        return self.buffers(sm) * (self.block_m + self.block_n) * self.block_k
 
     def accumulators_per_thread(self) -> int:
         """int32 accumulators that one thread holds."""
         return self.block_m * self.block_n // (32 * self.warps)
 
 
-def fits(tile: Tile, family: str | None, shared_memory_bytes: int | None) -> bool:
+def fits(tile: Tile, sm: int, shared_memory_bytes: int | None) -> bool:
     """True when the tile obeys both rules on a GPU with this much shared memory per block (unknown: 99 KB)."""
     limit = shared_memory_bytes or CONSUMER_SHARED_MEMORY_BYTES
-    return tile.shared_memory_bytes(family) <= limit and tile.accumulators_per_thread() <= 128
+    return tile.shared_memory_bytes(sm) <= limit and tile.accumulators_per_thread() <= 128
+
+
+@dataclass(frozen=True)
+class Row:
+    """Used for M <= m, N <= n and K <= k. `tiles` are in order of preference; several with `by_wave` are ranked by wave_time."""
+
+    m: int
+    n: int
+    k: int
+    tiles: tuple[Tile, ...]
+    by_wave: bool = False
+
+
+_T = Tile
+
+# wgmma. Measured: NVIDIA H200 (132 SMs), torch 2.11, Triton 3.6.0, November 2026.
+_SM90 = (
+    Row(16, ANY, ANY, (_T(16, 32, 512, 4, 3), _T(16, 64, 128, 4, 5))),
+    Row(32, ANY, ANY, (_T(32, 32, 256, 4, 4), _T(32, 64, 128, 4, 4))),
+    Row(64, 8192, ANY, (_T(64, 32, 256, 4, 3), _T(64, 64, 128, 4, 4))),
+    Row(64, ANY, ANY, (_T(64, 64, 256, 4, 3), _T(64, 64, 128, 4, 4))),
+    Row(128, 8192, ANY, (_T(64, 32, 256, 4, 3), _T(64, 64, 128, 4, 4))),
+    Row(128, ANY, ANY, (_T(128, 64, 128, 4, 4), _T(64, 128, 128, 4, 3))),
+    Row(256, 8192, ANY, (_T(64, 64, 128, 4, 4), _T(64, 128, 128, 4, 4))),
+    Row(512, 4096, ANY, (_T(64, 64, 128, 4, 4), _T(64, 128, 128, 4, 4))),
+    Row(1024, 8192, ANY, (_T(64, 128, 128, 4, 3), _T(128, 128, 128, 4, 3))),
+    Row(1024, ANY, ANY, (_T(128, 128, 128, 4, 3), _T(128, 128, 128, 8, 3))),
+    Row(ANY, ANY, 8192, (_T(128, 128, 128, 4, 3, tma=True), _T(128, 128, 128, 4, 3), _T(128, 128, 128, 8, 3))),
+    Row(ANY, ANY, ANY, (_T(128, 128, 128, 4, 3), _T(128, 128, 128, 8, 3))),
+)
+
+# mma.sync with 163 KB of shared memory: A100. Modelled: ranked on the mma.sync path of an H200, not on an A100.
+_SM80 = (
+    Row(16, ANY, ANY, (_T(16, 32, 256, 4, 3), _T(16, 64, 128, 4, 4))),
+    Row(32, ANY, ANY, (_T(32, 64, 128, 4, 4),)),
+    Row(64, ANY, ANY, (_T(64, 64, 128, 4, 3),)),
+    Row(512, 8192, ANY, (_T(64, 128, 128, 4, 3),)),
+    Row(ANY, ANY, ANY, (_T(128, 128, 128, 4, 3), _T(128, 128, 64, 4, 4))),
+)
+
+# mma.sync with 99 KB: RTX 30, 40 and 50, A10, A40, RTX A6000, L40. Modelled: from the machine code and from published
+# tunings of the same silicon; 128x128x64 on 4 warps keeps two blocks on an SM with 48 KB each.
+_SM86 = (
+    Row(16, ANY, ANY, (_T(16, 32, 256, 4, 3), _T(16, 64, 128, 4, 4))),
+    Row(32, ANY, ANY, (_T(32, 64, 128, 4, 4),)),
+    Row(64, ANY, ANY, (_T(64, 64, 128, 4, 3),)),
+    Row(256, ANY, ANY, (_T(64, 128, 128, 4, 3), _T(64, 64, 128, 4, 3))),
+    Row(ANY, ANY, ANY, (_T(128, 128, 64, 4, 4), _T(128, 256, 64, 8, 4), _T(64, 128, 128, 4, 3)), by_wave=True),
+)
+
+TABLES: dict[int, tuple[Row, ...]] = {80: _SM80, 86: _SM86, 89: _SM86, 90: _SM90, 120: _SM86}
+# blocks that fit an SM at once and relative speed of a full SM, for wave_time; the default is one block
+_OCCUPANCY = {(128, 128, 64): (2, 1.0), (64, 128, 128): (2, 0.93), (128, 256, 64): (1, 1.0)}
+
+
+def wave_time(tile: Tile, m: int, n: int, multiprocessors: int) -> float:
+    """Relative time of an [m, n] output: whole waves of blocks over the SMs, times the work of one wave."""
+    blocks, speed = _OCCUPANCY.get((tile.block_m, tile.block_n, tile.block_k), (1, 1.0))
+    tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
+    waves = -(-tiles // (multiprocessors * blocks))
+    return waves * blocks * tile.block_m * tile.block_n / speed
+
+
+def sm_of(device: Device) -> int:
+    """Architecture that kernels are compiled for, as in 86: the device's, unless TRITON_OVERRIDE_ARCH says otherwise."""
+    major, minor = device.compute_capability or (8, 6)
+    return override_sm() or major * 10 + minor
+
+
+def table_of(sm: int) -> tuple[Row, ...]:
+    """The table of an architecture; an unlisted one takes the closest that is not newer, else the consumer table."""
+    if sm in TABLES:
+        return TABLES[sm]
+    return _SM86 if sm // 10 in (8, 11, 12) or sm < 80 else _SM80
+
+
+def all_tiles(sm: int) -> set[Tile]:
+    """Every tile that the table of an architecture can give."""
+    return {tile for row in table_of(sm) for tile in row.tiles}
+
+
+def default_large_tiles(sm: int) -> set[Tile]:
+    """The tiles of the last row, which does the work of an image at 768 px and more."""
+    return set(table_of(sm)[-1].tiles)
 
 
 def bucket(m: int) -> int:
-    """Smallest bucket that holds m rows."""
-    for limit in M_BUCKETS:
-        if m <= limit:
-            return limit
-    return MAX_BUCKET
+    """Smallest bucket that holds m rows; rows past the last bucket share it."""
+    return next((limit for limit in M_BUCKETS if m <= limit), M_BUCKETS[-1])
 
 
-# Small M is bound by reading the weight: narrow tiles that cover all SMs, long K steps.
-_SMALL = {
-    16: Tile(16, 64, 256, 4, 3),
-    32: Tile(32, 64, 128, 4, 4),
-    64: Tile(64, 64, 128, 4, 3),
-    128: Tile(64, 128, 128, 4, 3),
-    256: Tile(64, 128, 128, 4, 3),
-}
-
-# mma.sync families. Chosen from machine code and the published tunings of the same silicon, not measured here:
-# 128x128x64 on 4 warps keeps two blocks on an SM with 48 KB each.
-_AMPERE = {
-    **_SMALL,
-    512: Tile(128, 128, 64, 4, 4),
-    1024: Tile(128, 128, 64, 4, 4),
-    2048: Tile(128, 128, 64, 4, 4),
-    4096: Tile(128, 128, 64, 4, 4),
-    MAX_BUCKET: Tile(128, 128, 64, 4, 4),
-}
-
-# wgmma. H200, torch 2.11, Triton 3.6, November 2026.
-_HOPPER = {
-    **_SMALL,
-    512: Tile(128, 128, 128, 4, 3),
-    1024: Tile(128, 128, 128, 4, 3),
-    2048: Tile(128, 128, 128, 8, 3),
-    4096: Tile(128, 128, 128, 8, 3),
-    MAX_BUCKET: Tile(128, 128, 128, 8, 3),
-}
-
-TABLES: dict[str, dict[int, Tile]] = {"ampere": _AMPERE, "ada": _AMPERE, "blackwell": _AMPERE, "hopper": _HOPPER}
+_tuned: dict[tuple[int, int, int, int], Tile] = {}
+_rejected: dict[tuple[int, Tile], str] = {}
 
 
-def all_tiles(family: str) -> set[Tile]:
-    """Every tile that the table of a family can give."""
-    return set(TABLES[family].values())
+def use_tuned(sm: int, entries: Mapping[tuple[int, int, int], Tile]) -> None:
+    """Prefer these tiles, keyed by (M bucket, N, K), on architecture `sm`; replaces what was set before."""
+    for key in [key for key in _tuned if key[0] == sm]:
+        del _tuned[key]
+    _tuned.update({(sm, *key): tile for key, tile in entries.items()})
+    pick.cache_clear()
 
 
-@functools.lru_cache(maxsize=4096)
-def _pick(device: Device, m_bucket: int, n: int, k: int) -> Tile:
-    table = TABLES.get(device.family or "", _AMPERE)
-    return table[m_bucket]
+def reject(sm: int, tile: Tile, reason: str) -> None:
+    """Never give this tile again in this process; the reason is logged and kept for reports."""
+    if (sm, tile) not in _rejected:
+        log.warning("tile %s on sm_%d is not used: %s", tile.name, sm, reason)
+        _rejected[sm, tile] = reason
+        pick.cache_clear()
 
 
+def rejected(sm: int) -> dict[str, str]:
+    """Names of the tiles that were rejected on an architecture, and why."""
+    return {tile.name: reason for (arch, tile), reason in _rejected.items() if arch == sm}
+
+
+def candidates(sm: int, m: int, n: int, k: int, multiprocessors: int | None) -> tuple[Tile, ...]:
+    """Tiles of the first row that holds, best first."""
+    row = next(row for row in table_of(sm) if m <= row.m and n <= row.n and k <= row.k)
+    if row.by_wave and multiprocessors:
+        return tuple(sorted(row.tiles, key=lambda tile: wave_time(tile, m, n, multiprocessors)))
+    return row.tiles
+
+
+@functools.lru_cache(maxsize=16384)
 def pick(device: Device, m: int, n: int, k: int) -> Tile:
-    """The tile for q_x [m, k] times q_w [n, k] on `device`; a dictionary lookup after the first call of a bucket."""
-    return _pick(device, bucket(m), n, k)
+    """The tile for q_x [m, k] times q_w [n, k] on `device`: a pure function of its arguments, so it is cached.
+
+    A new M compiles and measures nothing: it only chooses among the tiles of the table.
+    """
+    sm = sm_of(device)
+    tuned = _tuned.get((sm, bucket(m), n, k))
+    options = ((tuned,) if tuned else ()) + candidates(sm, m, n, k, device.multiprocessors)
+    usable = [t for t in options if (sm, t) not in _rejected and fits(t, sm, device.shared_memory_per_block_bytes)]
+    return usable[0] if usable else options[-1]

@@ -57,7 +57,9 @@ def test_rotation_saves_a_layer_with_outlier_channels(impl, device):
     assert mismatched < 3
 
 
-@pytest.mark.parametrize("shape", [(64,), (1, 64), (0, 64), (2, 3, 64), (2, 0, 64), (2, 3, 2, 64), (1, 2, 3, 2, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(64,), (1, 64), (0, 64), (2, 3, 64), (2, 0, 64), (2, 3, 2, 64), (1, 2, 3, 2, 64)], ids=str
+)
 def test_keeps_the_leading_dimensions(shape, impl, device):
     _, q, scale, b = layer(64, 24, device)
     x = torch.randn(shape, generator=generator(4, str(device)), device=device)
@@ -79,7 +81,9 @@ def test_output_dtype_is_the_inputs_whatever_the_bias(x_dtype, bias_dtype, rows,
 
 def test_out_dtype_can_be_asked_for(impl, device):
     _, q, scale, b = layer(64, 24, device)
-    y = int8_linear(activation(5, 64, torch.bfloat16, device), q, scale, b, out_dtype=torch.float32, implementation=impl)
+    y = int8_linear(
+        activation(5, 64, torch.bfloat16, device), q, scale, b, out_dtype=torch.float32, implementation=impl
+    )
     assert y.dtype == torch.float32
 
 
@@ -106,7 +110,9 @@ def test_transposed_weight_storage_is_accepted(impl, device):
     _, q, scale, b = layer(64, 64, device)
     x = activation(5, 64, torch.float32, device)
     stored = q.t().contiguous().t()
-    assert_same(int8_linear(x, stored, scale, b, implementation=impl), int8_linear(x, q, scale, b, implementation=impl), "y")
+    assert_same(
+        int8_linear(x, stored, scale, b, implementation=impl), int8_linear(x, q, scale, b, implementation=impl), "y"
+    )
 
 
 def test_gradient_is_refused(device):
@@ -143,7 +149,9 @@ def test_choice_names_every_reason():
 def test_ampere_uses_triton_when_it_is_there():
     card = {"name": "NVIDIA GeForce RTX 3090", "compute_capability": (8, 6)}
     assert choose(device_from(**card, triton="3.6.0"), in_features=64, out_features=64).implementation == "triton"
-    without = choose(device_from(**card, triton=None, triton_missing="No module named 'triton'"), in_features=64, out_features=64)
+    without = choose(
+        device_from(**card, triton=None, triton_missing="No module named 'triton'"), in_features=64, out_features=64
+    )
     assert without.implementation == "torch"
     assert "No module named" in without.sentence()
 
@@ -151,9 +159,15 @@ def test_ampere_uses_triton_when_it_is_there():
 def test_opcheck(device):
     _, q, scale, b = layer(64, 24, device)
     op = torch.ops.native_int8.int8_linear.default
-    for x in (activation(6, 64, torch.float16, device), activation(6, 128, torch.float32, device)[:, ::2], torch.zeros(2, 3, 64)):
+    for x in (
+        activation(6, 64, torch.float16, device),
+        activation(6, 128, torch.float32, device)[:, ::2],
+        torch.zeros(2, 3, 64),
+    ):
         x = x.to(device)
-        torch.library.opcheck(op, (x, q, scale, b, 0, None, x.dtype, None), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            op, (x, q, scale, b, 0, None, x.dtype, None), test_utils=("test_schema", "test_faketensor")
+        )
 
 
 def test_compile_has_one_graph_and_no_recompile_for_new_sizes(device):

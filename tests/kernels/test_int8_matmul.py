@@ -4,7 +4,7 @@ import pytest
 import torch
 from native_int8.kernels import UnsupportedInput, int8_matmul, reference
 from native_int8.kernels.compiled import interpreted
-from native_int8.kernels.tiles import TABLES, Tile
+from native_int8.kernels.tiles import TABLES, Tile, all_tiles
 from packtest.checks import assert_rounded_once, assert_same
 from packtest.shapes import EDGE_SHAPES, generator, int8_in_dirty_buffer, shape_id
 
@@ -57,7 +57,9 @@ def test_codes_of_minus_128_do_not_wrap(impl, device):
 def test_scale_is_applied_in_fp32_so_that_fp16_does_not_overflow(impl, device):
     q_x = torch.full((16, 4096), 127, dtype=torch.int8, device=device)
     scale = torch.full((16, 1), 1e-3, device=device)
-    y = int8_matmul(q_x, scale, q_x[:16], torch.tensor([1e-3], device=device), out_dtype=torch.float16, implementation=impl)
+    y = int8_matmul(
+        q_x, scale, q_x[:16], torch.tensor([1e-3], device=device), out_dtype=torch.float16, implementation=impl
+    )
     assert y.unique().tolist() == [torch.tensor(127 * 127 * 4096 * 1e-6).half().item()]
 
 
@@ -65,13 +67,17 @@ def test_scale_of_every_shape_means_the_same(impl, device):
     q_x, x_scale, q_w, w_scale, bias = operands((24, 40, 24), device)
     expected = int8_matmul(q_x, x_scale, q_w, w_scale, bias, out_dtype=torch.float32, implementation=impl)
     for view in (w_scale.reshape(-1), w_scale.reshape(1, -1), w_scale.reshape(-1, 1)):
-        assert_same(int8_matmul(q_x, x_scale, q_w, view, bias, out_dtype=torch.float32, implementation=impl), expected, "y")
+        assert_same(
+            int8_matmul(q_x, x_scale, q_w, view, bias, out_dtype=torch.float32, implementation=impl), expected, "y"
+        )
     one = torch.tensor(0.5, device=device)
     expected = int8_matmul(q_x, x_scale, q_w, one.expand(24), bias, out_dtype=torch.float32, implementation=impl)
     tail = torch.full((9,), 1e6, device=device)
     tail[0] = 0.5
     for view in (one, one.reshape(1), one.reshape(1, 1), tail[:1]):
-        assert_same(int8_matmul(q_x, x_scale, q_w, view, bias, out_dtype=torch.float32, implementation=impl), expected, "y")
+        assert_same(
+            int8_matmul(q_x, x_scale, q_w, view, bias, out_dtype=torch.float32, implementation=impl), expected, "y"
+        )
 
 
 def test_square_layer_scales_channels_not_tokens(impl, device):
@@ -90,7 +96,9 @@ def test_bad_row_scale_makes_that_row_nan_and_no_other(impl, device):
 
 
 @pytest.mark.parametrize(
-    "tile", sorted({t for table in TABLES.values() for t in table.values()}, key=str) + [Tile(16, 16, 32, 1, 2, 3)], ids=str
+    "tile",
+    sorted({t for sm in TABLES for t in all_tiles(sm) if not t.tma}, key=str) + [Tile(16, 16, 32, 1, 2, 3)],
+    ids=str,
 )
 def test_every_tile_of_the_tables_is_exact(tile, device):
     q_x = int8_in_dirty_buffer(tile.block_m + 3, 2 * tile.block_k + 16, device, 5)

@@ -75,7 +75,9 @@ def test_activation_is_applied_before_quantising(act, dtype, impl, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("k", "group"), [(16, 4), (48, 16), (64, 64), (320, 64), (256, 256), (768, 256), (1024, 1024), (4608, 256)])
+@pytest.mark.parametrize(
+    ("k", "group"), [(16, 4), (48, 16), (64, 64), (320, 64), (256, 256), (768, 256), (1024, 1024), (4608, 256)]
+)
 def test_rotation_is_applied_before_quantising(k, group, dtype, impl, device):
     x = activation(4, k, dtype, device)
     q, scale = quantize_rows(x, rotation_group=group, implementation=impl)

@@ -130,14 +130,14 @@ def report(kernel: str, variant: str, sm: int, compiled) -> Report:
     )
 
 
-def matmul_reports(kernels, sm: int, family: str):
-    """The default tiles of a family, with bf16 output, row scales and bias."""
+def matmul_reports(kernels, sm: int):
+    """Every tile of an architecture's table, with bf16 output, row scales and bias; TMA tiles in their pointer form."""
     module = kernels["int8_matmul_triton"]
     types = {
         "x_ptr": INT8, "x_scale_ptr": FP32, "w_ptr": INT8, "w_scale_ptr": FP32, "bias_ptr": "*bf16", "y_ptr": "*bf16",
         "m": "i32", "n": "i32", "k": "i32", "stride_xm": "i32", "stride_wn": "i32", "stride_ym": "i32",
     }  # fmt: skip
-    for tile in sorted(kernels["tiles"].all_tiles(family), key=str):
+    for tile in sorted(kernels["tiles"].all_tiles(sm), key=str):
         constants = {
             "ROW_SCALES": True, "HAS_BIAS": True, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
             "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m, "EVEN_K": True,
@@ -163,7 +163,7 @@ def quantize_reports(kernels, sm: int):
                           (24576, 256, 0), (4096, 1024, 0), (3840, 64, 1), (2048, 16, 0)):  # fmt: skip
         block_a, block_b = module.row_blocks(k, group)
         constants = {"ACT": act, "GROUP": group, "BLOCK_A": block_a, "BLOCK_B": block_b}
-        compiled = _compile(module._quantize_rows_kernel, types, constants, sm, module.row_warps(k), 3)
+        compiled = _compile(module._quantize_rows_kernel, types, constants, sm, module.row_warps(k, group), 3)
         yield report("quantize_rows", f"k{k} group{group} act{act}", sm, compiled)
 
 
@@ -178,9 +178,8 @@ def all_reports(sms, forms):
     names = ("int8_matmul_triton", "quantize_rows_triton", "tiles")
     kernels = {name: importlib.import_module(f"{packtest.NAME}.kernels.{name}") for name in names}
     for sm in sms:
-        family = {80: "ampere", 86: "ampere", 89: "ada", 90: "hopper"}[sm]
         if "trans" in forms:
-            yield from matmul_reports(kernels, sm, family)
+            yield from matmul_reports(kernels, sm)
             yield from quantize_reports(kernels, sm)
         if "usual" in forms:
             yield from usual_form_reports(sm)
