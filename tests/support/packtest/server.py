@@ -145,7 +145,9 @@ class Server:
 
     def _check_alive(self):
         if self.process.poll() is not None:
-            raise ServerError(f"The server ended with {self.process.returncode}. Last lines of its log:\n{self._tail()}")
+            raise ServerError(
+                f"The server ended with {self.process.returncode}. Last lines of its log:\n{self._tail()}"
+            )
 
 
 def start(base_dir, packs: Mapping[str, Path], extra_args: Iterable[str] = (), timeout_s: float = 300) -> Server:
@@ -162,7 +164,9 @@ def start(base_dir, packs: Mapping[str, Path], extra_args: Iterable[str] = (), t
     """
     comfyui = os.environ.get("COMFYUI_PATH")
     if not comfyui or not (Path(comfyui) / "main.py").is_file():
-        raise ServerError(f"COMFYUI_PATH is {comfyui!r}; it must name a folder with ComfyUI's main.py. Use `make`, or set it.")
+        raise ServerError(
+            f"COMFYUI_PATH is {comfyui!r}; it must name a folder with ComfyUI's main.py. Use `make`, or set it."
+        )
     base_dir = Path(base_dir).resolve()
     for folder in FOLDERS:
         (base_dir / folder).mkdir(parents=True, exist_ok=True)
