@@ -3,7 +3,7 @@
 A table is a list of rows, read from the top; the first whose limits hold gives the tile. Tables exist per
 architecture, since the machine code differs: mma.sync on sm_80, sm_86, sm_89 and sm_120, wgmma on sm_90. For large M
 on consumer cards, where the number of SMs decides how well the last wave is filled, a row holds several tiles and
-`wave_time` ranks them. What somebody measured on their own card (tuned.py) comes before the table.
+`wave_time` ranks them. What somebody measured on their own card (tuning.py) comes before the table.
 
 Two rules hold for every tile, and tests check them:
 - shared memory: the pipeline's buffers fit the GPU (99 KB a block on sm_86, sm_89 and sm_120);
@@ -157,15 +157,21 @@ def bucket(m: int) -> int:
     return next((limit for limit in M_BUCKETS if m <= limit), M_BUCKETS[-1])
 
 
-_tuned: dict[tuple[int, int, int, int], Tile] = {}
+_tuned: dict[tuple, Tile] = {}
 _rejected: dict[tuple[int, Tile], str] = {}
 
 
-def use_tuned(sm: int, entries: Mapping[tuple[int, int, int], Tile]) -> None:
-    """Prefer these tiles, keyed by (M bucket, N, K), on architecture `sm`; replaces what was set before."""
-    for key in [key for key in _tuned if key[0] == sm]:
+def _tuned_key(device: Device) -> tuple:
+    """Two cards of one architecture may want different tiles, so both name and number of SMs count."""
+    return sm_of(device), device.name, device.multiprocessors
+
+
+def use_tuned(device: Device, entries: Mapping[tuple[int, int, int], Tile]) -> None:
+    """Prefer these tiles on `device`, keyed by (M bucket, N, K); replaces what was set for it before."""
+    owner = _tuned_key(device)
+    for key in [key for key in _tuned if key[:3] == owner]:
         del _tuned[key]
-    _tuned.update({(sm, *key): tile for key, tile in entries.items()})
+    _tuned.update({(*owner, *key): tile for key, tile in entries.items()})
     pick.cache_clear()
 
 
@@ -197,7 +203,24 @@ def pick(device: Device, m: int, n: int, k: int) -> Tile:
     A new M compiles and measures nothing: it only chooses among the tiles of the table.
     """
     sm = sm_of(device)
-    tuned = _tuned.get((sm, bucket(m), n, k))
+    tuned = _tuned.get((*_tuned_key(device), bucket(m), n, k))
     options = ((tuned,) if tuned else ()) + candidates(sm, m, n, k, device.multiprocessors)
-    usable = [t for t in options if (sm, t) not in _rejected and fits(t, sm, device.shared_memory_per_block_bytes)]
+    usable = _usable(device, options)
     return usable[0] if usable else options[-1]
+
+
+def _usable(device: Device, options: tuple[Tile, ...]) -> list[Tile]:
+    sm = sm_of(device)
+    return [t for t in options if (sm, t) not in _rejected and fits(t, sm, device.shared_memory_per_block_bytes)]
+
+
+def reachable(device: Device, n: int, k: int) -> tuple[Tile, ...]:
+    """Every tile that `pick` can give for an [N, K] weight, whatever M is; those of the largest M first."""
+    owner = _tuned_key(device)
+    tuned = [tile for key, tile in _tuned.items() if key[:3] == owner and key[4:] == (n, k)]
+    found = _usable(device, tuple(tuned))
+    for row in reversed(table_of(sm_of(device))):
+        if n <= row.n and k <= row.k:
+            usable = _usable(device, row.tiles) or [row.tiles[-1]]
+            found += usable if row.by_wave else usable[:1]
+    return tuple(dict.fromkeys(found))
