@@ -98,7 +98,7 @@ def main() -> None:
         times = {name: [] for name in contestants}
         for _ in range(arguments.rounds + 2):
             for name, model in contestants.items():
-                times[name].append(event_ms(lambda model=model: forward(comfy, model, inputs)))
+                times[name].append(event_ms(lambda model=model, inputs=inputs: forward(comfy, model, inputs)))
         medians = {name: sorted(values[2:])[arguments.rounds // 2] for name, values in times.items()}
         result["forward_ms"][pixels], result["cosine"][pixels] = medians, cosine
         gc.collect()

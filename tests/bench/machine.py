@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -65,33 +66,74 @@ def describe() -> dict[str, str]:
 
 
 class Timer:
-    """Times calls with CUDA events, each after a write that clears the L2, interleaving the contestants."""
+    """Times calls with CUDA events, each after a write that clears the L2, interleaving the contestants.
+
+    Before each call the GPU is given idle work that outlasts the call's host time, so that all of the call's kernels
+    are queued when the clock starts: the result is the GPU's time alone. Host time is measured beside it.
+    """
 
     def __init__(self, l2_bytes: int = 256 << 20):
         self._flush = torch.empty(l2_bytes, dtype=torch.int8, device="cuda")
-
-    def _once(self, call) -> float:
+        cycles = 2_000_000
+        torch.cuda._sleep(cycles)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._flush.zero_()
         start.record()
-        call()
+        torch.cuda._sleep(cycles)
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3
+        self._cycles_per_us = cycles / (start.elapsed_time(end) * 1e3)
+
+    def _once(self, call, cover_us: float) -> tuple[float, float]:
+        """(GPU microseconds, host microseconds) of one call."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._flush.zero_()
+        torch.cuda._sleep(int(cover_us * self._cycles_per_us))
+        start.record()
+        before = time.perf_counter()
+        call()
+        host = (time.perf_counter() - before) * 1e6
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3, host
+
+    def warm_up(self, call, warmup: int = 3) -> float:
+        """Run a call `warmup` times; returns the microseconds of idle work that cover its host time."""
+        host = []
+        for _ in range(max(warmup, 1)):
+            torch.cuda.synchronize()
+            before = time.perf_counter()
+            call()
+            host.append((time.perf_counter() - before) * 1e6)
+        torch.cuda.synchronize()
+        return min(2 * min(host) + 30, 5000.0)
+
+    def round_us(self, calls: dict, covers: dict[str, float], samples: dict[str, list[tuple[float, float]]]) -> None:
+        """Run every contestant once and append its (GPU, host) microseconds to `samples`."""
+        for name, call in calls.items():
+            samples[name].append(self._once(call, covers[name]))
 
     def medians_us(self, calls: dict, rounds: int = 25, warmup: int = 3) -> dict[str, float]:
-        """Median microseconds of each call; round r runs every contestant once, so that clocks drift alike for all."""
-        for call in calls.values():
-            for _ in range(warmup):
-                call()
-        torch.cuda.synchronize()
-        times: dict[str, list[float]] = {name: [] for name in calls}
+        """Median GPU microseconds of each call; a round runs every contestant once, so that clocks drift alike for all."""
+        covers = {name: self.warm_up(call, warmup) for name, call in calls.items()}
+        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
         for _ in range(rounds):
-            for name, call in calls.items():
-                times[name].append(self._once(call))
-        return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+            self.round_us(calls, covers, samples)
+        return {name: sorted(gpu for gpu, _ in values)[len(values) // 2] for name, values in samples.items()}
 
 
 def geometric_mean(values) -> float:
     """Geometric mean of positive numbers."""
     return float(torch.tensor(list(values), dtype=torch.float64).log().mean().exp())
+
+
+def commit() -> str:
+    """Short commit of the pack that is measured, "+" when files differ from it; "unknown" without git."""
+    git = ["git", "-C", str(SUPPORT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+        status = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.strip() + ("+" if status.strip() else "")
