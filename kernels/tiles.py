@@ -3,7 +3,7 @@
 A table is a list of rows, read from the top; the first whose limits hold gives the tile. Tables exist per
 architecture, since the machine code differs: mma.sync on sm_80, sm_86, sm_89 and sm_120, wgmma on sm_90. For large M
 on consumer cards, where the number of SMs decides how well the last wave is filled, a row holds several tiles and
-`wave_time` ranks them. What somebody measured on their own card (tuning.py) comes before the table.
+`wave_time` ranks them. What somebody measured on their own card (tuned.py) comes before the table.
 
 Two rules hold for every tile, and tests check them:
 - shared memory: the pipeline's buffers fit the GPU (99 KB a block on sm_86, sm_89 and sm_120);
