@@ -2,7 +2,8 @@
 
 The rule: the weight of a Linear inside a repeated block, [N, K] with K % 16 == 0, N % 8 == 0 and min(N, K) >= 256, whose
 name is not that of a modulation, embedder, time, guidance, router or adapter layer. Those see one or a few rows per
-forward, where INT8 gains nothing, or feed every block, where an error does most harm. What a file already keeps as INT8
+forward, where INT8 gains nothing, or feed every block, where an error does most harm. A projection outside the blocks
+is taken too when it is as large as several blocks' layers together (Ideogram 4's text projection, 245 million weights). What a file already keeps as INT8
 is adopted; what an INT8 file keeps in float stays float, because its maker chose so.
 """
 
@@ -19,6 +20,9 @@ log = logging.getLogger("native_int8.policy")
 MIN_FEATURES = 256
 # the host's ConvRot needs a power of 4; larger groups spread an outlier over more columns
 ROTATION_GROUPS = (256, 64, 16)
+
+# outside the blocks; published INT8 files of Ideogram 4 quantise its llm_cond_proj, the only layer above this
+LARGE_PROJECTION = 128 << 20
 
 # words of a layer name (split at dots and underscores, lower case) that keep the layer in float
 _KEPT_WORDS = {
@@ -90,7 +94,7 @@ def plan(specs: dict[str, LayerSpec], *, rotation: bool = True, protect: str = "
             action = "keep" if reason else "quantise"
             if action == "quantise":
                 group = rotation_group(spec.shape[1]) if rotation else 0
-                place = "forced by a pattern" if _matches(layer, forced) else "a Linear of a repeated block"
+                place = "forced by a pattern" if _matches(layer, forced) else _place(spec, in_block)
                 reason = f"{place}, {'rotated by ' + str(group) if group else 'not rotated'}"
         decisions.append(Decision(layer, action, spec, reason, spec.shape, group, in_block))
     for pattern in (*protected, *forced):
@@ -123,7 +127,15 @@ def _keep_reason(layer, spec, in_block, prequantised, protected, forced) -> str:
         return ""
     if prequantised:
         return "the INT8 file keeps it in float"
-    return _name_reason(layer) or ("" if in_block else "outside the repeated blocks")
+    inside = in_block or n * k >= LARGE_PROJECTION
+    return _name_reason(layer) or ("" if inside else "outside the repeated blocks")
+
+
+def _place(spec: LayerSpec, in_block: bool) -> str:
+    """Why the rule takes a layer."""
+    if in_block:
+        return "a Linear of a repeated block"
+    return f"a projection of {spec.shape[0] * spec.shape[1] / 1e6:.0f} million weights, read in full at every step"
 
 
 def _name_reason(layer: str) -> str:

@@ -11,7 +11,7 @@ MODELS = {
         ("layers.{}.attention.o", 4608, 4608, True),
         ("layers.{}.feed_forward.w2", 4608, 12288, True),
         ("layers.{}.adaln_modulation", 18432, 512, False),
-        ("llm_cond_proj", 4608, 53248, False),
+        ("llm_cond_proj", 4608, 53248, True),
         ("t_embedding.mlp_in", 4608, 4608, False),
         ("adaln_proj", 512, 4608, False),
         ("final_layer.adaln_modulation", 4608, 512, False),
