@@ -7,7 +7,7 @@ int8_matmul     | int8 x int8 -> int32, scales and bias in the epilogue     | in
 int8_linear     | act? + rotate? + quantize_rows + int8_matmul: one Linear  | (the kernels above)      | int8_linear.py
 
 Around them: capability.py (what this GPU can do), dispatch.py (which implementation, and why not the others),
-tiles.py (which tile), reference.py (what each op means; for tests only).
+tiles.py (which tile), prepared_linear.py (int8_linear with little host time per call), reference.py (what each op means; for tests only).
 
 Letters, the same in every file:
     M  rows: tokens x batch        K  in_features        N  out_features
@@ -27,6 +27,7 @@ from .dispatch import (
 )
 from .int8_linear import int8_linear
 from .int8_matmul import int8_matmul
+from .prepared_linear import PreparedLinear
 from .quantize_rows import quantize_rows
 from .rotate import rotate
 
@@ -36,6 +37,7 @@ __all__ = [
     "Implementation",
     "Int8Error",
     "NoImplementation",
+    "PreparedLinear",
     "UnsupportedInput",
     "choose",
     "detect",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .launch import Launcher, is_aligned
+from .launch import Launcher, Starter, is_aligned
 from .tiles import reject
 
 
@@ -170,11 +170,27 @@ def check_compiled(compiled, sm: int, tile) -> None:
         reject(sm, tile, f"{compiled.n_spills} bytes of registers spilled with {compiled.n_regs} registers")
 
 
-def int8_matmul_triton(q_x, x_scale, q_w, w_scale, bias, y, tile, sm: int = 0) -> None:
+def numbers(m, n, k, strides: tuple[int, int, int], row_scales: bool, has_bias: bool, tile) -> tuple:
+    """The pointer kernel's arguments after its six pointers; strides of the rows of q_x, q_w and y."""
+    even_k = k % tile.block_k == 0
+    return (m, n, k, *strides, row_scales, has_bias, tile.block_m, tile.block_n, tile.block_k, tile.group_m, even_k)
+
+
+def programs(m: int, n: int, tile) -> int:
+    """Tiles of an [m, n] output."""
+    return -(-m // tile.block_m) * -(-n // tile.block_n)
+
+
+def uses_tma(tile, aligned: bool, k: int, stride_xm: int, stride_wn: int) -> bool:
+    """Whether the tile asks for the TMA kernel and the operands allow it."""
+    return tile.tma and aligned and k % 16 == 0 and stride_xm % 16 == 0 and stride_wn % 16 == 0
+
+
+def int8_matmul_triton(q_x, x_scale, q_w, w_scale, bias, y, tile, sm: int = 0) -> Starter | None:
     """q_x [M, K] int8, x_scale [M] fp32, q_w [N, K] int8, w_scale fp32 of 1 or N values, bias [N] | None -> y [M, N].
 
     Rows of q_x, q_w and y may be strided; columns must be contiguous. M, N and K > 0. sm names the architecture for
-    the guard.
+    the guard. Returns what starts the same pointer kernel again, None for the TMA kernel.
     """
     m, k = q_x.shape
     n = q_w.shape[0]
@@ -182,20 +198,19 @@ def int8_matmul_triton(q_x, x_scale, q_w, w_scale, bias, y, tile, sm: int = 0) -
     pointers = (q_x.data_ptr(), q_w.data_ptr(), x_scale.data_ptr(), w_scale.data_ptr(), y.data_ptr())
     aligned = is_aligned(*pointers, 0 if bias is None else bias.data_ptr())
     bias_dtype = None if bias is None else bias.dtype
-    if tile.tma and aligned and k % 16 == 0 and stride_xm % 16 == 0 and stride_wn % 16 == 0:
+    if uses_tma(tile, aligned, k, stride_xm, stride_wn):
         from .int8_matmul_tma_triton import int8_matmul_tma_triton
 
         int8_matmul_tma_triton(q_x, x_scale, q_w, w_scale, bias, y, tile, sm)
-        return
+        return None
     row_scales = w_scale.numel() > 1
-    even_k = k % tile.block_k == 0
-    key = (y.device.index, tile, n, k, stride_xm, stride_wn, stride_ym, y.dtype, bias_dtype, row_scales)
-    _launch(
-        -(-m // tile.block_m) * -(-n // tile.block_n),
-        key,
+    strides = (stride_xm, stride_wn, stride_ym)
+    return _launch(
+        programs(m, n, tile),
+        (y.device.index, tile, n, k, strides, y.dtype, bias_dtype, row_scales),
         aligned,
-        (q_x, x_scale, q_w, w_scale, w_scale if bias is None else bias, y, m, n, k, stride_xm, stride_wn, stride_ym,
-         row_scales, bias is not None, tile.block_m, tile.block_n, tile.block_k, tile.group_m, even_k),
+        (q_x, x_scale, q_w, w_scale, w_scale if bias is None else bias, y,
+         *numbers(m, n, k, strides, row_scales, bias is not None, tile)),
         {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False},
         lambda compiled: check_compiled(compiled, sm, tile),
     )  # fmt: skip

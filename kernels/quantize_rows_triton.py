@@ -12,10 +12,12 @@ keep it there:
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 
-from .launch import Launcher, is_aligned
+from .launch import Launcher, Starter, is_aligned
 from .rotate_triton import rotate_block_reversed
 
 ACT_NONE, ACT_GELU_TANH, ACT_SWIGLU = 0, 1, 2
@@ -142,20 +144,24 @@ def row_warps(k: int, rotation_group: int = 0) -> int:
     return next((warps for warps, limit in limits if k <= limit), 16)
 
 
-def quantize_rows_triton(x, q, scale, rotation_group: int, input_act: str | None) -> None:
+@functools.lru_cache(maxsize=4096)
+def numbers(k: int, stride_xm: int, stride_qm: int, rotation_group: int, input_act: str | None) -> tuple[int, ...]:
+    """The kernel's arguments after its three pointers."""
+    return (k, stride_xm, stride_qm, ACT_CODES[input_act], rotation_group, *row_blocks(k, rotation_group))
+
+
+def quantize_rows_triton(x, q, scale, rotation_group: int, input_act: str | None) -> Starter | None:
     """x [M, K] float (or [M, 2K] for "swiglu") with unit column stride -> q [M, K] int8, scale [M] fp32; M > 0.
 
-    q may be a view of a wider buffer; its columns must be contiguous.
+    q may be a view of a wider buffer; its columns must be contiguous. Returns what starts the same kernel again.
     """
     m, k = q.shape
-    block_a, block_b = row_blocks(k, rotation_group)
-    act = ACT_CODES[input_act]
-    stride_xm, stride_qm = x.stride(0), q.stride(0)
-    _launch(
+    rest = numbers(k, x.stride(0), q.stride(0), rotation_group, input_act)
+    return _launch(
         m,
-        (x.device.index, k, stride_xm, stride_qm, x.dtype, act, rotation_group),
+        (x.device.index, x.dtype, rest),
         is_aligned(x.data_ptr(), q.data_ptr(), scale.data_ptr()),
-        (x, q, scale, k, stride_xm, stride_qm, act, rotation_group, block_a, block_b),
+        (x, q, scale, *rest),
         # without fused multiply-adds the codes equal the reference; a rotated row is bound by its additions instead
         {"num_warps": row_warps(k, rotation_group), "enable_fp_fusion": rotation_group > 0},
     )

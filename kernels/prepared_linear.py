@@ -1,0 +1,174 @@
+"""PreparedLinear: int8_linear for one layer that is called often, with everything static worked out beforehand.
+
+`int8_linear` checks its arguments and looks up implementation, tile and machine code on every call. Here a layer's
+facts are checked once; a call allocates one buffer for codes and scales and one for the output and starts two kernels
+whose arguments are kept per number of rows. The object holds no tensor, so it keeps no weight in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .capability import detect
+from .dispatch import LinearFacts, UnsupportedInput, choose_for
+from .int8_matmul import check_weight, int8_matmul_torch
+from .launch import is_aligned, on_device
+from .quantize_rows import quantize_2d
+from .tiles import pick, sm_of
+
+# plans are kept for this many numbers of rows; a picture needs two or three
+MAX_PLANS = 64
+
+
+class _Plan:
+    """What is left to do for one number of rows: the tile it was made for, buffer layout, kernels, arguments."""
+
+    __slots__ = (
+        "bytes", "matmul", "matmul_numbers", "matmul_programs", "quantise", "quantise_numbers", "scales_at", "tile"
+    )  # fmt: skip
+
+
+class PreparedLinear:
+    """y = dequantise(quantise(R(act(x))) @ weight^T) + bias for weights of one shape on one device.
+
+    Args:
+        weight: [N, K] int8, columns contiguous.
+        weight_scale: 1 or N values, float32, contiguous, on the device of `weight`.
+        rotation_group, input_act, implementation: as in `int8_linear`.
+    Raises:
+        UnsupportedInput: a weight, scale, group or activation that is not listed here.
+        NoImplementation: the named implementation cannot run on this device.
+    """
+
+    __slots__ = (
+        "_act", "_columns", "_device", "_group", "_k", "_n", "_plans", "_row_scales", "_weight_stride", "device",
+        "implementation",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        *,
+        rotation_group: int = 0,
+        input_act: str | None = None,
+        implementation: str | None = None,
+    ):
+        check_weight(weight, weight_scale, None, weight.shape[-1], "PreparedLinear")
+        if (
+            weight.stride(1) != 1
+            or weight_scale.dtype != torch.float32
+            or not weight_scale.is_contiguous()
+            or weight_scale.device != weight.device
+        ):
+            raise UnsupportedInput(
+                f"PreparedLinear: the scale is {weight_scale.dtype} on {weight_scale.device}, strides of weight and scale "
+                f"are {weight.stride()} and {weight_scale.stride()}. Needed: float32 on {weight.device}, both contiguous. "
+                "Call int8_linear, which converts them."
+            )
+        n, k = weight.shape
+        self.device = weight.device
+        self._device = detect(weight.device)
+        self.implementation = choose_for(
+            self._device, LinearFacts(k, n, rotation_group, input_act), implementation
+        ).implementation
+        self._n, self._k, self._group, self._act = n, k, rotation_group, input_act
+        self._columns = 2 * k if input_act == "swiglu" else k
+        self._row_scales = weight_scale.numel() > 1
+        self._weight_stride = weight.stride(0)
+        self._plans: dict[tuple, _Plan] = {}
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the layer. Arguments are trusted; those of `__init__` or others of the same shape, strides and device.
+
+        Args:
+            x: [..., K] float16, bfloat16 or float32 on the device, no gradient; [..., 2K] for "swiglu".
+            bias: [N], contiguous, any float dtype, or None.
+        Returns:
+            [..., N] in the dtype of x, contiguous, equal to `int8_linear` bit for bit.
+        """
+        y = torch.empty((*x.shape[:-1], self._n), dtype=x.dtype, device=self.device)
+        m = x.numel() // self._columns
+        if m == 0 or self._n == 0:
+            return y
+        if self.implementation != "triton":
+            q, scale = quantize_2d(x.reshape(m, self._columns), self._group, self._act, self.implementation)
+            int8_matmul_torch(q, scale, weight, weight_scale, bias, y.view(m, self._n))
+            return y
+        with on_device(self.device):
+            key = (m, x.dtype, None if bias is None else bias.dtype)
+            plan = self._plans.get(key)
+            pointers = (
+                x.data_ptr(), weight.data_ptr(), weight_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
+            )  # fmt: skip
+            if (
+                plan is None
+                or not x.is_contiguous()
+                or not is_aligned(*pointers)
+                # the table changes when a card was tuned or a tile rejected
+                or plan.tile is not pick(self._device, m, self._n, self._k)
+            ):
+                self._first(key, x.reshape(m, self._columns), weight, weight_scale, bias, y.view(m, self._n))
+                return y
+            self._again(plan, m, pointers, weight, weight_scale, bias, y)
+        return y
+
+    def _again(self, plan: _Plan, m: int, pointers: tuple, weight, weight_scale, bias, y) -> None:
+        x_at, weight_at, weight_scale_at, bias_at = pointers
+        buffer = torch.empty(plan.bytes, dtype=torch.int8, device=self.device)
+        q_at = buffer.data_ptr()
+        scale_at = q_at + plan.scales_at
+        plan.quantise(m, (x_at, q_at, scale_at, *plan.quantise_numbers))
+        if plan.matmul is None:
+            from .int8_matmul_triton import int8_matmul_triton
+
+            q = buffer[: plan.scales_at].view(m, self._k)
+            scale = buffer[plan.scales_at :].view(torch.float32)
+            int8_matmul_triton(q, scale, weight, weight_scale, bias, y.view(m, self._n), plan.tile, sm_of(self._device))
+            return
+        plan.matmul(
+            plan.matmul_programs,
+            (
+                q_at,
+                scale_at,
+                weight_at,
+                weight_scale_at,
+                bias_at or weight_scale_at,
+                y.data_ptr(),
+                *plan.matmul_numbers,
+            ),
+        )
+
+    def _first(self, key: tuple, x, weight, weight_scale, bias, y) -> None:
+        """Run by tensors, compiling where needed, and keep what a second run with as many rows can use."""
+        from . import int8_matmul_triton as matmul
+        from . import quantize_rows_triton as quantise
+
+        m, n, k = x.shape[0], self._n, self._k
+        contiguous = x.stride(1) == 1
+        x = x if contiguous else x.contiguous()
+        tile = pick(self._device, m, n, k)
+        # 16 bytes: what Triton compiled the kernels for
+        scales_at = -(-m * k // 16) * 16
+        buffer = torch.empty(scales_at + 4 * m, dtype=torch.int8, device=self.device)
+        q, scale = buffer[: m * k].view(m, k), buffer[scales_at:].view(torch.float32)
+        quantise_starter = quantise.quantize_rows_triton(x, q, scale, self._group, self._act)
+        matmul_starter = matmul.int8_matmul_triton(
+            q, scale, weight, weight_scale.view(-1), bias, y, tile, sm_of(self._device)
+        )
+        tma = matmul.uses_tma(tile, True, k, k, self._weight_stride)
+        if quantise_starter is None or x.stride(0) != self._columns or (matmul_starter is None and not tma):
+            return
+        plan = _Plan()
+        plan.tile, plan.bytes, plan.scales_at = tile, scales_at + 4 * m, scales_at
+        plan.quantise, plan.matmul = quantise_starter, matmul_starter
+        plan.quantise_numbers = quantise.numbers(k, self._columns, k, self._group, self._act)
+        plan.matmul_programs = matmul.programs(m, n, tile)
+        plan.matmul_numbers = matmul.numbers(
+            m, n, k, (k, self._weight_stride, n), self._row_scales, bias is not None, tile
+        )
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
