@@ -29,8 +29,8 @@ class INT8PatchModel(io.ComfyNode):
     @classmethod
     def execute(cls, model) -> io.NodeOutput:
         """Patch the MODEL and show what became of its layers."""
-        from .int8 import patcher, status
+        from .int8 import patcher, status, warm_up
 
         patched, report = patcher.patch_model(model)
-        status.show(report.summary(), cls.hidden.unique_id)
+        status.show(report.summary() + warm_up.compile_kernels(patched), cls.hidden.unique_id)
         return io.NodeOutput(patched)

@@ -64,11 +64,12 @@ class LoadDiTNativeINT8(io.ComfyNode):
     @classmethod
     def execute(cls, model_name: str, rotation: bool = True, protect: str = "", force: str = "") -> io.NodeOutput:
         """Load the file and show what became of its layers."""
-        from .int8 import status
+        from .int8 import status, warm_up
         from .int8.loader import LoadOptions, load_model
         from .int8.report import REPORT_KEY
 
         path = folder_paths.get_full_path_or_raise(FOLDER, model_name)
         model = load_model(path, LoadOptions(rotation=rotation, protect=protect, force=force))
-        status.show(model.get_attachment(REPORT_KEY).summary(), cls.hidden.unique_id)
+        line = model.get_attachment(REPORT_KEY).summary() + warm_up.compile_kernels(model)
+        status.show(line, cls.hidden.unique_id)
         return io.NodeOutput(model)

@@ -2,10 +2,12 @@
 
 ComfyUI looks every INT8 matrix product up by name in comfy_kitchen's registry. `register` adds a backend called
 `native_int8` there without touching the priority list, so nothing uses it by itself. `attach` gives one MODEL a
-wrapper around `apply_model` that selects the backend for the calling thread while the model runs. Calls that
-the backend declines go to the host's next backend; both are counted in the MODEL's `CallRecord`.
+wrapper around `apply_model` that selects the backend for the calling thread while the model runs, and opens the
+short way (short_way.py) past most of the host's dispatch. Calls that the backend declines go to the host's next backend;
+both are counted in the MODEL's `CallRecord`.
 """
 
+import contextlib
 import logging
 import threading
 from collections import Counter
@@ -17,6 +19,7 @@ import torch
 from ...kernels import choose, int8_linear
 from ...kernels.capability import detect
 from ...kernels.dispatch import Int8Error
+from . import tuned_tiles
 
 NAME = "native_int8"
 
@@ -36,11 +39,16 @@ _lock = threading.Lock()
 
 
 class CallRecord:
-    """How often each implementation ran for one MODEL and its clones, and which calls were declined and why."""
+    """How often each implementation ran for one MODEL and its clones, and which calls were declined and why.
+
+    ways, reasons: which way Linears took, and why not the shortest; see short_way.py.
+    """
 
     def __init__(self):
         self.calls: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
+        self.ways: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def add_call(self, implementation: str) -> None:
@@ -56,16 +64,31 @@ class CallRecord:
         if first:
             log.warning("A linear runs on the host's own INT8 backend: %s.", reason)
 
+    def add_run(self, run: short_way.Run) -> None:
+        """Add what one call of the MODEL did on the short way."""
+        with self._lock:
+            first = run.reasons.keys() - self.reasons.keys()
+            self.calls.update(run.calls)
+            self.ways.update(run.ways)
+            self.reasons.update(run.reasons)
+        for reason in first:
+            log.debug("A linear does not take the shortest way: %s.", reason)
+
+    def ways_taken(self) -> dict[str, dict[str, int]]:
+        """Return {"ways": {"resident" | "fetched" | "general": Linears}, "reasons": {why not "resident": Linears}}."""
+        with self._lock:
+            return {"ways": dict(self.ways), "reasons": dict(self.reasons)}
+
     def snapshot(self) -> dict[str, dict[str, int]]:
         """Return both counters as plain dictionaries: {"calls": {...}, "declined": {...}}."""
         with self._lock:
             return {"calls": dict(self.calls), "declined": dict(self.declined)}
 
     def reset(self) -> None:
-        """Set both counters to nothing."""
+        """Set all counters to nothing."""
         with self._lock:
-            self.calls.clear()
-            self.declined.clear()
+            for counter in (self.calls, self.declined, self.ways, self.reasons):
+                counter.clear()
 
 
 class _UseNativeInt8:
@@ -86,10 +109,16 @@ class _UseNativeInt8:
         outer = getattr(_running, "record", None)
         _running.record = self.record
         try:
-            with registry.use_backend(NAME):
+            with registry.use_backend(NAME), self._short_way(executor.class_obj):
                 return executor(*args, **kwargs)
         finally:
             _running.record = outer
+
+    def _short_way(self, base_model):
+        diffusion_model = getattr(base_model, "diffusion_model", None)
+        if diffusion_model is None or not short_way.is_enabled():
+            return contextlib.nullcontext()
+        return short_way.inside(diffusion_model, self.record.add_run)
 
 
 def register() -> None:
@@ -124,6 +153,7 @@ def attach(model) -> None:
     from comfy.patcher_extension import WrappersMP
 
     register()
+    tuned_tiles.use(model.load_device)
     if not is_attached(model):
         model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, NAME, _UseNativeInt8())
 
