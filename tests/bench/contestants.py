@@ -185,6 +185,12 @@ def _ours(rotation: int, i: Inputs):
     return lambda: op(i.x, weight, scale, i.bias, rotation_group=rotation, implementation="triton")
 
 
+def _ours_prepared(i: Inputs):
+    weight, scale = i.plain
+    prepared = i.kernels.PreparedLinear(weight, scale, implementation="triton")
+    return lambda: prepared(i.x, weight, scale, i.bias)
+
+
 def _ours_matmul(i: Inputs):
     (q_x, x_scale), (weight, scale) = i.q_x, i.plain
     op = i.kernels.int8_matmul
@@ -228,6 +234,7 @@ CONTESTANTS: dict[str, tuple[str, str, Callable]] = {
     "kitchen_triton_rot": ("linear", "the same with ConvRot 256", functools.partial(_kitchen, "triton", True)),
     "ours": ("linear", "native_int8 int8_linear", functools.partial(_ours, 0)),
     "ours_rot": ("linear", "the same with ConvRot 256", functools.partial(_ours, ROTATION)),
+    "ours_prepared": ("linear", "native_int8 PreparedLinear: the same kernels, less host time", _ours_prepared),
     "ours_matmul": ("part", "native_int8 int8_matmul alone", _ours_matmul),
     "ours_quantise": ("part", "native_int8 quantize_rows alone", functools.partial(_ours_quantise, 0)),
     "ours_quantise_rot": ("part", "the same with ConvRot 256", functools.partial(_ours_quantise, ROTATION)),
