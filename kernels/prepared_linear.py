@@ -38,10 +38,21 @@ class PreparedLinear:
     Raises:
         UnsupportedInput: a weight, scale, group or activation that is not listed here.
         NoImplementation: the named implementation cannot run on this device.
+
+    Attributes: device; implementation ("triton" or "torch"); columns that x must have.
     """
 
     __slots__ = (
-        "_act", "_columns", "_device", "_group", "_k", "_n", "_plans", "_row_scales", "_weight_stride", "device",
+        "_act",
+        "_device",
+        "_group",
+        "_k",
+        "_n",
+        "_plans",
+        "_row_scales",
+        "_weight_stride",
+        "columns",
+        "device",
         "implementation",
     )  # fmt: skip
 
@@ -73,7 +84,7 @@ class PreparedLinear:
             self._device, LinearFacts(k, n, rotation_group, input_act), implementation
         ).implementation
         self._n, self._k, self._group, self._act = n, k, rotation_group, input_act
-        self._columns = 2 * k if input_act == "swiglu" else k
+        self.columns = 2 * k if input_act == "swiglu" else k
         self._row_scales = weight_scale.numel() > 1
         self._weight_stride = weight.stride(0)
         self._plans: dict[tuple, _Plan] = {}
@@ -90,11 +101,11 @@ class PreparedLinear:
             [..., N] in the dtype of x, contiguous, equal to `int8_linear` bit for bit.
         """
         y = torch.empty((*x.shape[:-1], self._n), dtype=x.dtype, device=self.device)
-        m = x.numel() // self._columns
+        m = x.numel() // self.columns
         if m == 0 or self._n == 0:
             return y
         if self.implementation != "triton":
-            q, scale = quantize_2d(x.reshape(m, self._columns), self._group, self._act, self.implementation)
+            q, scale = quantize_2d(x.reshape(m, self.columns), self._group, self._act, self.implementation)
             int8_matmul_torch(q, scale, weight, weight_scale, bias, y.view(m, self._n))
             return y
         with on_device(self.device):
@@ -110,7 +121,7 @@ class PreparedLinear:
                 # the table changes when a card was tuned or a tile rejected
                 or plan.tile is not pick(self._device, m, self._n, self._k)
             ):
-                self._first(key, x.reshape(m, self._columns), weight, weight_scale, bias, y.view(m, self._n))
+                self._first(key, x.reshape(m, self.columns), weight, weight_scale, bias, y.view(m, self._n))
                 return y
             self._again(plan, m, pointers, weight, weight_scale, bias, y)
         return y
@@ -159,12 +170,12 @@ class PreparedLinear:
             q, scale, weight, weight_scale.view(-1), bias, y, tile, sm_of(self._device)
         )
         tma = matmul.uses_tma(tile, True, k, k, self._weight_stride)
-        if quantise_starter is None or x.stride(0) != self._columns or (matmul_starter is None and not tma):
+        if quantise_starter is None or x.stride(0) != self.columns or (matmul_starter is None and not tma):
             return
         plan = _Plan()
         plan.tile, plan.bytes, plan.scales_at = tile, scales_at + 4 * m, scales_at
         plan.quantise, plan.matmul = quantise_starter, matmul_starter
-        plan.quantise_numbers = quantise.numbers(k, self._columns, k, self._group, self._act)
+        plan.quantise_numbers = quantise.numbers(k, self.columns, k, self._group, self._act)
         plan.matmul_programs = matmul.programs(m, n, tile)
         plan.matmul_numbers = matmul.numbers(
             m, n, k, (k, self._weight_stride, n), self._row_scales, bias is not None, tile

@@ -19,7 +19,7 @@ import torch
 from ...kernels import choose, int8_linear
 from ...kernels.capability import detect
 from ...kernels.dispatch import Int8Error
-from . import tuned_tiles
+from . import short_way, tuned_tiles
 
 NAME = "native_int8"
 

@@ -57,7 +57,9 @@ def test_registering_twice_leaves_the_priority_list_alone(registry):
     assert "native_int8" not in before
 
 
-def test_attached_model_runs_every_linear_on_our_kernels(stock_int8_model, sample, caplog):
+def test_attached_model_runs_every_linear_on_our_kernels(stock_int8_model, sample, caplog, monkeypatch):
+    # the general way; test_short_way.py is about the other one
+    monkeypatch.setenv("NATIVE_INT8_SHORT_WAY", "0")
     host_backend.attach(stock_int8_model)
     with caplog.at_level(logging.DEBUG, "comfy_kitchen.dispatch"):
         sample(stock_int8_model, steps=1)

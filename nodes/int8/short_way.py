@@ -1,0 +1,284 @@
+"""The short way: INT8 Linears of a running MODEL call the kernel directly instead of through tensor dispatch.
+
+The general way of one Linear is: the host's forward, its cast of weight and bias, F.linear on a tensor subclass, a custom
+op, the registry's validation, our backend, the kernel. On a fast GPU with a small picture the GPU waits for that.
+While a MODEL runs, each of its INT8 Linears gets two seats, instance attributes that the host's own forward calls:
+
+- `forward_comfy_cast_weights`: the host has decided that the weight is used as INT8 and nothing changes it. If weight and
+  bias lie on the input's device, they go to the kernel as they are ("resident"). That a weight is still the one that was
+  checked is seen from the identity of its two parts, so a LoRA that was baked in, or a move, leads to a new check.
+- `_forward`: otherwise the host fetches the weight its own way (offload, dynamic VRAM, LoRA on the fly); if what it hands
+  over is still INT8, it goes to the kernel ("fetched"). All else is the class's own method ("general").
+
+Why seats below `forward` and not `forward` itself: the host's checks (weight functions, forced casts, full precision, input
+scales, interrupts) stay the host's, in every version of it; and packs that replace `forward`, such as bypass LoRAs, can
+come and go in any order, above us, without saving or restoring anything of ours. It costs 5 us more per Linear than a
+replaced `forward` (tests/bench/host_time.py measures both).
+
+Why in the APPLY_MODEL wrapper and not a ModelPatcher injection: an injection stays on the shared model for as long as the
+MODEL is loaded, is seen by every other MODEL of it, and is ejected in insertion order by a host that others rely on. The
+wrapper's seats exist during the call only. Setting and deleting both costs about 0.3 us per Linear and forward, since
+the instance dictionary is written directly. Clones and multi-GPU copies share the wrapper; seats belong to the model
+that runs. A seat does nothing but call the class's method for a thread that is not inside a wrapper, while
+torch.compile traces, and if somebody kept it by mistake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import threading
+import weakref
+from collections import Counter
+
+import torch
+
+from ...kernels.dispatch import Int8Error
+from ...kernels.prepared_linear import PreparedLinear
+
+LAYOUT = "TensorWiseINT8Layout"
+SWITCH = "NATIVE_INT8_SHORT_WAY"
+RESIDENT, FETCHED, GENERAL = "resident", "fetched", "general"
+UPPER, LOWER = "forward_comfy_cast_weights", "_forward"
+
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_thread = threading.local()
+_lock = threading.Lock()
+_seats_of: weakref.WeakKeyDictionary[torch.nn.Module, _Seats] = weakref.WeakKeyDictionary()
+_is_compiling = torch.compiler.is_compiling
+
+
+class Run:
+    """What one call of one MODEL on one thread did; merged into the MODEL's record when it ends.
+
+    calls: implementation -> Linears run from a seat. ways: way -> Linears. reasons: why Linears were not "resident".
+    """
+
+    __slots__ = ("calls", "reasons", "ways")
+
+    def __init__(self):
+        self.calls: Counter[str] = Counter()
+        self.ways: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+
+
+def is_enabled() -> bool:
+    """Whether the short way is allowed; NATIVE_INT8_SHORT_WAY=0 forbids it."""
+    return os.environ.get(SWITCH, "1") != "0"
+
+
+@contextlib.contextmanager
+def inside(diffusion_model: torch.nn.Module, add_run):
+    """Let the INT8 Linears of `diffusion_model` take the short way in this thread.
+
+    Args:
+        add_run: called with the `Run` at the end.
+    """
+    seats = _seats(diffusion_model)
+    outer = getattr(_thread, "run", None)
+    run = _thread.run = Run()
+    seats.enter(run)
+    try:
+        yield
+    finally:
+        seats.leave()
+        _thread.run = outer
+        add_run(run)
+
+
+def _seats(diffusion_model: torch.nn.Module) -> _Seats:
+    # a compiled model has the real one inside
+    diffusion_model = getattr(diffusion_model, "_orig_mod", diffusion_model)
+    seats = _seats_of.get(diffusion_model)
+    if seats is None:
+        seats = _seats_of[diffusion_model] = _Seats(diffusion_model)
+    return seats
+
+
+class _Seats:
+    """The seats of one model's Linears; there while at least one thread runs the model on our kernels."""
+
+    def __init__(self, diffusion_model: torch.nn.Module):
+        self.linears = [
+            (module.__dict__, _upper_seat(module, linear), _lower_seat(module, linear))
+            for module in diffusion_model.modules()
+            if _is_known(module)
+            for linear in [_Linear()]
+        ]
+        self.users = 0
+
+    def enter(self, run: Run) -> None:
+        with _lock:
+            self.users += 1
+            for attributes, upper, lower in self.linears:
+                if attributes.setdefault(LOWER, lower) is not lower:
+                    run.reasons[f"another pack replaced {LOWER}"] += 1
+                elif attributes.setdefault(UPPER, upper) is not upper:
+                    run.reasons[f"another pack replaced {UPPER}"] += 1
+
+    def leave(self) -> None:
+        with _lock:
+            self.users -= 1
+            if self.users:
+                return
+            for attributes, upper, lower in self.linears:
+                if attributes.get(UPPER) is upper:
+                    del attributes[UPPER]
+                if attributes.get(LOWER) is lower:
+                    del attributes[LOWER]
+
+
+def _is_known(module: torch.nn.Module) -> bool:
+    """Whether `module` is an INT8 Linear whose forward is the host's and calls the two methods as they are known here."""
+    if getattr(module, "layout_type", None) != LAYOUT or not hasattr(module, "in_features"):
+        return False
+    methods = [getattr(type(module), name, None) for name in (UPPER, LOWER)]
+    if any(getattr(method, "__module__", None) != "comfy.ops" for method in methods):
+        return False
+    upper, lower = (list(inspect.signature(method).parameters) for method in methods)
+    return upper[1] == "input" and "weight_only_quant" in upper and lower[1:] == ["input", "weight", "bias"]
+
+
+class _Linear:
+    """What was checked about one Linear's weight. `resident` and `fetched` are replaced whole, since threads share them.
+
+    resident: (PreparedLinear, weak reference to the codes, weak reference to their parameters); no weight is kept alive.
+    fetched: (PreparedLinear, what must be equal for it to fit).
+    """
+
+    __slots__ = ("fetched", "resident")
+
+    def __init__(self):
+        self.resident = self.fetched = None
+
+
+def _upper_seat(module: torch.nn.Module, linear: _Linear):
+    of_class = getattr(type(module), UPPER)
+    attributes, parameters = module.__dict__, module._parameters
+
+    def forward_comfy_cast_weights(input, *args, **kwargs):
+        run = None if _is_compiling() else getattr(_thread, "run", None)
+        if run is None:
+            return of_class(module, input, *args, **kwargs)
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        known = linear.resident
+        if not kwargs.get("weight_only_quant"):
+            reason = _why_not_int8(module)
+        elif "_v" in attributes:
+            reason = "the host's dynamic VRAM holds the weight"
+        else:
+            reason = _unfit_input(input, bias)
+            if reason is None and not _is_current(known, weight, input):
+                known = _check_resident(weight, input)
+                reason = known if type(known) is str else None
+                if reason is None:
+                    linear.resident = known
+        if reason is not None:
+            run.reasons[reason] += 1
+            return of_class(module, input, *args, **kwargs)
+        # the host rounds the bias to the input's type, too
+        if bias is not None and bias.dtype is not input.dtype:
+            bias = bias.to(input.dtype)
+        prepared = known[0]
+        run.ways[RESIDENT] += 1
+        run.calls[prepared.implementation] += 1
+        return prepared(input, weight._qdata, weight._params.scale, bias)
+
+    return forward_comfy_cast_weights
+
+
+def _lower_seat(module: torch.nn.Module, linear: _Linear):
+    of_class = getattr(type(module), LOWER)
+
+    def _forward(input, weight, bias):
+        run = None if _is_compiling() else getattr(_thread, "run", None)
+        if run is None:
+            return of_class(module, input, weight, bias)
+        prepared = _fetched(linear, input, weight, bias)
+        if type(prepared) is str:
+            run.reasons[prepared] += 1
+            run.ways[GENERAL] += 1
+            return of_class(module, input, weight, bias)
+        run.ways[FETCHED] += 1
+        run.calls[prepared.implementation] += 1
+        return prepared(input, weight._qdata, weight._params.scale, bias)
+
+    return _forward
+
+
+def _is_current(known: tuple | None, weight, input: torch.Tensor) -> bool:
+    return (
+        known is not None
+        and known[1]() is weight._qdata
+        and known[2]() is weight._params
+        and known[0].device == input.device
+        and known[0].columns == input.shape[-1]
+    )
+
+
+def _check_resident(weight, input: torch.Tensor) -> tuple | str:
+    prepared = _prepared(weight, input)
+    if type(prepared) is str:
+        return prepared
+    return prepared, weakref.ref(weight._qdata), weakref.ref(weight._params)
+
+
+def _fetched(linear: _Linear, input: torch.Tensor, weight, bias) -> PreparedLinear | str:
+    reason = _unfit_input(input, bias)
+    if reason is not None:
+        return reason
+    if getattr(weight, "_layout_cls", None) != LAYOUT:
+        return "the host made the weight float"
+    codes, params = weight._qdata, weight._params
+    scale = params.scale
+    facts = (
+        codes.device, codes.dtype, codes.shape, codes.stride(), scale.dtype, scale.device, scale.shape, scale.stride(),
+        params.convrot, params.convrot_groupsize, params.transposed, input.device, input.shape[-1],
+    )  # fmt: skip
+    known = linear.fetched
+    if known is None or known[0] != facts:
+        known = linear.fetched = facts, _prepared(weight, input)
+    return known[1]
+
+
+def _prepared(weight, input: torch.Tensor) -> PreparedLinear | str:
+    """The kernel for a weight on the input's device, or one sentence that says why there is none."""
+    if getattr(weight, "_layout_cls", None) != LAYOUT:
+        return f"the weight is a {type(weight).__name__} in another layout"
+    codes, params = weight._qdata, weight._params
+    if params.transposed:
+        return "the weight is transposed"
+    if codes.device != input.device:
+        return f"the weight is on {codes.device} and the input on {input.device}"
+    if codes.shape[-1] != input.shape[-1]:
+        return f"the input has {input.shape[-1]} features and the weight {codes.shape[-1]}"
+    try:
+        return PreparedLinear(codes, params.scale, rotation_group=params.convrot_groupsize if params.convrot else 0)
+    except Int8Error as error:
+        return str(error)
+
+
+def _unfit_input(input, bias) -> str | None:
+    if type(input) is not torch.Tensor:
+        return f"the input is a {type(input).__name__}"
+    if input.dtype not in _FLOATS or input.dim() == 0:
+        return f"the input is {input.dtype} with {input.dim()} dimensions"
+    if input.requires_grad:
+        return "the input requires a gradient"
+    if bias is not None and (bias.device != input.device or not bias.is_contiguous()):
+        return f"the bias is on {bias.device} and the input on {input.device}, or its values are not contiguous"
+    return None
+
+
+def _why_not_int8(module: torch.nn.Module) -> str:
+    """Why the host's forward does not ask for the weight as INT8."""
+    if module.weight_function:
+        return "a function changes the weight at every call, such as a LoRA on an offloaded layer"
+    if module.bias_function:
+        return "a function changes the bias at every call"
+    if getattr(module, "comfy_force_cast_weights", False):
+        return "the MODEL forces its weights to be cast"
+    if getattr(module, "_full_precision_mm", False):
+        return "the host runs the layer in full precision"
+    return "the host does not use the weight as INT8"
