@@ -203,7 +203,7 @@ class _Case:
             return f"{type(error).__name__}: {first_line[0] if first_line else 'no message'}"
 
 
-def _cases(shapes: Iterable[tuple[int, int]], m_rows: Iterable[int]) -> list[tuple[int, int, int]]:
+def cases_of(shapes: Iterable[tuple[int, int]], m_rows: Iterable[int]) -> list[tuple[int, int, int]]:
     """(M, N, K), the most work first; of several M in one bucket the largest."""
     largest: dict[int, int] = {}
     for m in m_rows:
@@ -284,7 +284,7 @@ def tune(
     """
     start = time.perf_counter()
     torch_device = torch.device(torch_device)
-    work = _cases(shapes, m_rows)
+    work = cases_of(shapes, m_rows)
     for _, n, k in work[:1]:
         choose(device, in_features=k, out_features=n, implementation="triton")
     timer = timer or EventTimer(torch_device)
