@@ -5,6 +5,8 @@ quantize_rows   | float rows -> int8 codes and one scale per row            | qu
 rotate          | grouped Hadamard rotation of the columns (ConvRot)        | rotate_triton.py         | rotate.py
 int8_matmul     | int8 x int8 -> int32, scales and bias in the epilogue     | int8_matmul_triton.py    | int8_matmul.py
 int8_linear     | act? + rotate? + quantize_rows + int8_matmul: one Linear  | (the kernels above)      | int8_linear.py
+int8_linear_swiglu, int8_linear_residual: the same with SwiGLU of two weights, or gate * y + residual, in the epilogue
+                                                          (int8_linear_fused.py, int8_matmul_fused_triton.py)
 
 Around them: capability.py (what this GPU can do), dispatch.py (which implementation, and why not the others),
 tiles.py (which tile), prepared_linear.py (int8_linear with little host time per call), reference.py (what each op means; for tests only).
@@ -26,6 +28,7 @@ from .dispatch import (
     implementations,
 )
 from .int8_linear import int8_linear
+from .int8_linear_fused import int8_linear_residual, int8_linear_swiglu
 from .int8_matmul import int8_matmul
 from .prepared_linear import PreparedLinear
 from .quantize_rows import quantize_rows
@@ -44,6 +47,8 @@ __all__ = [
     "device_from",
     "implementations",
     "int8_linear",
+    "int8_linear_residual",
+    "int8_linear_swiglu",
     "int8_matmul",
     "quantize_rows",
     "rotate",

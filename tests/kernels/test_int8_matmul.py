@@ -97,7 +97,7 @@ def test_bad_row_scale_makes_that_row_nan_and_no_other(impl, device):
 
 @pytest.mark.parametrize(
     "tile",
-    sorted({t for sm in TABLES for t in all_tiles(sm) if not t.tma}, key=str) + [Tile(16, 16, 32, 1, 2, 3)],
+    [*sorted({t for sm in TABLES for t in all_tiles(sm) if not t.tma}, key=str), Tile(16, 16, 32, 1, 2, 3)],
     ids=str,
 )
 def test_every_tile_of_the_tables_is_exact(tile, device):

@@ -22,7 +22,7 @@ _EXTRA = Path(os.environ.get("NATIVE_INT8_TRITONS", "/nonexistent"))
 TRITONS = {triton.__version__: None} | {folder.name: folder for folder in sorted(_EXTRA.glob("*.*")) if folder.is_dir()}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def reports(version: str) -> list[dict]:
     """All variants compiled by one Triton, in a process of its own, where kernels are not interpreted."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")} | {"TRITON_INTERPRET": "0"}
@@ -43,7 +43,9 @@ def of(version, kernel, sm=None):
 @pytest.mark.parametrize("version", TRITONS)
 def test_matmul_tiles_have_a_clean_loop(version):
     found = of(version, "int8_matmul")
-    assert {(r["sm"], r["variant"]) for r in found} == {(sm, t.name) for sm in ARCHITECTURES for t in tiles.all_tiles(sm)}
+    assert {(r["sm"], r["variant"]) for r in found} == {
+        (sm, t.name) for sm in ARCHITECTURES for t in tiles.all_tiles(sm)
+    }
     for r in found:
         assert r["stack_bytes"] == 0 and r["loop_local_memory"] == 0, f"spills: {r}"
         assert r["loop_permutes"] == 0, f"byte permutes in the loop: {r}"
@@ -59,6 +61,17 @@ def test_default_large_tiles_spend_half_the_loop_on_the_tensor_cores(version, sm
     for r in found:
         assert r["mma_share"] >= 0.5, r
         assert r["wgmma"] == 0, r
+
+
+@pytest.mark.parametrize("version", TRITONS)
+@pytest.mark.parametrize("kernel", ["int8_matmul_swiglu", "int8_matmul_residual"])
+def test_fused_epilogues_leave_the_loop_clean(version, kernel):
+    found = of(version, kernel)
+    assert len(found) == sum(len(tiles.default_large_tiles(sm)) for sm in ARCHITECTURES)
+    for r in found:
+        assert r["loop_permutes"] == 0 and r["loop_local_memory"] == 0 and r["loop_mma"] > 0, r
+        # reading the residual may park a few values, once per tile and outside the loop
+        assert r["stack_bytes"] <= (0 if kernel == "int8_matmul_swiglu" else 160), r
 
 
 @pytest.mark.parametrize("version", TRITONS)

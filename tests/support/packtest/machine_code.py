@@ -147,6 +147,29 @@ def matmul_reports(kernels, sm: int):
         yield report("int8_matmul", tile.name, sm, compiled)
 
 
+def fused_reports(kernels, sm: int):
+    """The default large tiles with the SwiGLU and the residual epilogue."""
+    module = kernels["int8_matmul_fused_triton"]
+    common = {"x_ptr": INT8, "x_scale_ptr": FP32, "y_ptr": "*bf16", "m": "i32", "n": "i32", "k": "i32"}
+    common |= {"stride_xm": "i32", "stride_wn": "i32", "stride_ym": "i32"}
+    swiglu = common | {"gate_w_ptr": INT8, "up_w_ptr": INT8, "gate_scale_ptr": FP32, "up_scale_ptr": FP32}
+    swiglu |= {"gate_bias_ptr": FP32, "up_bias_ptr": FP32}
+    residual = common | {"w_ptr": INT8, "w_scale_ptr": FP32, "bias_ptr": "*bf16", "gate_ptr": "*bf16"}
+    residual |= {"residual_ptr": "*bf16", "stride_rm": "i32", "stride_gate": "i32", "rows_per_gate": "i32"}
+    for tile in sorted(kernels["tiles"].default_large_tiles(sm), key=str):
+        constants = {
+            "ROW_SCALES": True, "HAS_BIAS": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m, "EVEN_K": True,
+        }  # fmt: skip
+        options = {"enable_fp_fusion": False}
+        fn = module._int8_matmul_swiglu_kernel
+        compiled = _compile(fn, swiglu, constants, sm, tile.warps, tile.stages, options)
+        yield report("int8_matmul_swiglu", tile.name, sm, compiled)
+        fn = module._int8_matmul_residual_kernel
+        compiled = _compile(fn, residual, {**constants, "GATES": 1}, sm, tile.warps, tile.stages, options)
+        yield report("int8_matmul_residual", tile.name, sm, compiled)
+
+
 def usual_form_reports(sm: int):
     """The textbook form on the default large tile."""
     types = {"x_ptr": INT8, "w_ptr": INT8, "y_ptr": "*bf16", "k": "i32"}
@@ -175,11 +198,12 @@ def all_reports(sms, forms):
     packtest.load_pack()
     import importlib
 
-    names = ("int8_matmul_triton", "quantize_rows_triton", "tiles")
+    names = ("int8_matmul_triton", "int8_matmul_fused_triton", "quantize_rows_triton", "tiles")
     kernels = {name: importlib.import_module(f"{packtest.NAME}.kernels.{name}") for name in names}
     for sm in sms:
         if "trans" in forms:
             yield from matmul_reports(kernels, sm)
+            yield from fused_reports(kernels, sm)
             yield from quantize_reports(kernels, sm)
         if "usual" in forms:
             yield from usual_form_reports(sm)
