@@ -7,6 +7,7 @@ kept in the results: nobody is left out silently.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 
 import torch
@@ -105,9 +106,18 @@ def _linear_fp16_accumulation(i: Inputs):
     return call
 
 
-def _check_fp8(i: Inputs) -> None:
+def fp8_missing() -> str | None:
+    """Why fp8 cannot run here, None when it can."""
     if torch.cuda.get_device_capability() < (8, 9):
-        raise Unavailable("fp8 needs compute capability 8.9")
+        return "fp8 needs compute capability 8.9"
+    path = os.environ.get("TRITON_OVERRIDE_ARCH", "")
+    return f"{path} has no fp8" if path and int(path.removeprefix("sm")) < 89 else None
+
+
+def _check_fp8(i: Inputs) -> None:
+    missing = fp8_missing()
+    if missing:
+        raise Unavailable(missing)
     if i.case.k % 16 or i.case.n % 16:
         raise Unavailable("torch._scaled_mm needs K and N in multiples of 16")
 

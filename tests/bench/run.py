@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from cases import IMAGE_COLUMNS, VIDEO_COLUMNS, Case, cases, planned_layers
-from contestants import CONTESTANTS, KITCHEN_TRITON, Inputs
+from contestants import CONTESTANTS, KITCHEN_TRITON, Inputs, fp8_missing, quantise_fp8
 from exact import accumulate_int_mm, codes_apart, first_difference, quantise_rows, relative_rms, rounded_once
 from machine import Timer, commit, describe, geometric_mean, load_kernels
 
