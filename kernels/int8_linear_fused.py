@@ -153,15 +153,6 @@ def int8_linear_residual(
         tile = pick(device, rows, n, k)
         with on_device(x.device):
             int8_matmul_residual_triton(
-                q_x,
-                x_scale,
-                _columns_contiguous(weight),
-                weight_scale,
-                bias,
-                gates,
-                residual_2d,
-                y,
-                tile,
-                sm_of(device),
+                q_x, x_scale, _columns_contiguous(weight), weight_scale, bias, gates, residual_2d, y, tile
             )
     return y.reshape(residual.shape)

@@ -72,7 +72,7 @@ if wanted checks; then
     ((budget > 150)) && budget=150
     step random_native $((budget + 20)) "${native[@]}" "$python" "$here/random_shapes.py" \
         --workers 12 --seconds "$budget" --json "$out/random_native.json" &
-    step sanitize_native $((budget + 20)) "${native[@]}" LIMIT=$((budget / 2)) "$here/sanitize.sh" "$logs"
+    step sanitize_native $((budget + 20)) "${native[@]}" LIMIT=$((budget / 2 - 10)) "$here/sanitize.sh" "$logs"
     wait
     [ -f "$logs/sanitize.json" ] && cp "$logs/sanitize.json" "$out/sanitize_native.json"
 fi

@@ -133,9 +133,10 @@ def compile_only(selected: list[Case], kernels) -> None:
             bias = torch.zeros((case.n,), device="cuda", dtype=torch.bfloat16) if case.bias else None
             kernels.int8_linear(x, w, scale, bias, rotation_group=rotation, implementation="triton")
             # weights are quantised by the same kernels
-            kernels.quantize_rows(
-                torch.zeros((8, case.k), device="cuda", dtype=torch.bfloat16), rotation_group=rotation
-            )
+            rows = torch.zeros((8, case.k), device="cuda", dtype=torch.bfloat16)
+            kernels.quantize_rows(rows, rotation_group=rotation, implementation="triton")
+        if not fp8_missing():
+            quantise_fp8(rows)
     torch.cuda.synchronize()
 
 

@@ -51,6 +51,7 @@ for tool in ${TOOLS:-memcheck racecheck}; do
     fi
     echo "$tool: $text"
     lines+=("\"$tool\": \"${text//\"/\'}\"")
+    # after each tool, so that a run that is cut short has the first
+    (IFS=,; echo "{\"path\": \"${TRITON_OVERRIDE_ARCH:-native}\", ${lines[*]}}") >"$out/sanitize.json"
 done
-(IFS=,; echo "{\"path\": \"${TRITON_OVERRIDE_ARCH:-native}\", ${lines[*]}}") >"$out/sanitize.json"
 exit "$status"

@@ -281,7 +281,7 @@ def text(found: dict[str, dict], bars: Bars, plot: str | None) -> str:
                 f", commit {content['commit']}, {content.get('date', '')}".rstrip(", ") if "commit" in content else ""
             )
             parts.append(f"- {kind}: {m['gpu']}, {versions}{commit}{health}")
-    parts = ["\n".join(parts), table(["bar", "what", "measured", ""], bars.rows, left=4)]
+    parts = [*(["\n".join(parts)] if parts else []), table(["bar", "what", "measured", ""], bars.rows, left=4)]
     for label in ("native", "sm80"):
         content = found.get(f"linear:{label}")
         if content:

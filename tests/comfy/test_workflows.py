@@ -11,7 +11,7 @@ FOLDER = ROOT / "example_workflows"
 WORKFLOWS = sorted(path.stem for path in FOLDER.glob("*.json"))
 # drawn by the frontend alone; the server has never heard of them
 FRONTEND_ONLY = {"MarkdownNote": [], "Note": []}
-OURS = ("LoadDiTNativeINT8", "INT8PatchModel", "INT8CapabilityCheck")
+OURS = ("LoadDiTNativeINT8", "INT8PatchModel", "INT8CapabilityCheck", "INT8TuneKernels")
 WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
 CONTROL_VALUES = {"fixed", "increment", "decrement", "randomize"}
 
@@ -186,6 +186,20 @@ def test_capability_check_runs_alone(pack_server, schemas):
         assert f"\n{heading}" in report
     expected = "int8_convrot" if ": consumer Ampere" in report.splitlines()[0] else "fp8_scaled"
     assert any(expected in text for text in texts if "\n" not in text)
+
+
+def test_tune_kernels_reports_and_passes_the_model_on(pack_server, schemas):
+    workflow = load("INT8 tune kernels")
+    prompt = to_prompt(workflow, schemas)
+    loader = next(node for node in prompt.values() if node["class_type"] == "LoadDiTNativeINT8")
+    loader["inputs"]["model_name"] = "emoji_flux2_dit_bf16.safetensors"
+    (shown,) = (node["id"] for node in workflow["nodes"] if node["type"] == "PreviewAny")
+    report = pack_server.run(prompt).text(str(shown))
+    if "Nothing was measured" in report:
+        assert "no GPU" in report or "needs" in report
+    else:
+        assert "shapes measured" in report.splitlines()[0] and "bf16" in report
+        assert list((pack_server.base_dir / "user" / "native_int8").glob("tiles-*.json"))
 
 
 def test_emoji_demo_draws_three_pictures(pack_server, schemas):
