@@ -1,0 +1,417 @@
+"""The short way in the host's own Linears: equal to the general way bit for bit, and aside whenever the host is needed."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from native_int8.nodes.int8 import host_backend, short_way
+
+pytestmark = pytest.mark.comfy
+
+K, N = 256, 48
+
+
+class Model(torch.nn.Module):
+    """Two INT8 Linears of the host and a float one, in a row."""
+
+    def __init__(self, operations):
+        super().__init__()
+        self.first = operations.Linear(K, N, dtype=torch.float32)
+        self.middle = torch.nn.Linear(N, K)
+        self.second = operations.Linear(K, N, bias=False, dtype=torch.float32)
+
+    def forward(self, x):
+        return self.second(torch.nn.functional.gelu(self.middle(self.first(x))))
+
+
+def int8_state(comfy, layer, seed, group=256):
+    from comfy.quant_ops import QuantizedTensor
+
+    generator = torch.Generator().manual_seed(seed)
+    weight = QuantizedTensor.from_float(
+        torch.randn((N, K), generator=generator), "TensorWiseINT8Layout", per_channel=True, convrot=True,
+        convrot_groupsize=group,
+    )  # fmt: skip
+    marker = f'{{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": {group}}}'
+    return {
+        f"{layer}.weight": weight._qdata,
+        f"{layer}.weight_scale": weight._params.scale,
+        f"{layer}.comfy_quant": torch.tensor(list(marker.encode()), dtype=torch.uint8),
+    }
+
+
+@pytest.fixture
+def model(comfy):
+    host_backend.register()
+    made = Model(comfy.ops.mixed_precision_ops({}, torch.float32))
+    state = int8_state(comfy, "first", 1) | int8_state(comfy, "second", 2, 64)
+    made.load_state_dict(state | {"first.bias": torch.randn(N).bfloat16()}, strict=False)
+    return made
+
+
+@pytest.fixture
+def x():
+    return torch.randn((2, 7, K), generator=torch.Generator().manual_seed(3))
+
+
+def call(model, x, short=True):
+    """The output, and what the short way says it did."""
+    from comfy_kitchen.registry import registry
+
+    runs = []
+    with (
+        registry.use_backend("native_int8"),
+        short_way.inside(model, runs.append) if short else contextlib.nullcontext(),
+    ):
+        y = model(x)
+    return y, runs[0] if runs else None
+
+
+def instance_attributes(model):
+    return {name: set(vars(module)) for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(K,), (1, K), (0, K), (2, 7, K), (2, 1, 3, 1, K)], ids=str)
+def test_equals_the_general_way(model, shape, dtype):
+    x = torch.randn(shape).to(dtype)
+    expected, _ = call(model.first, x, short=False)
+    for _ in range(2):
+        got, run = call(model.first, x)
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
+        assert run.ways == {"resident": 1}
+
+
+def test_counts_linears_and_leaves_nothing_behind(model, x):
+    before = instance_attributes(model)
+    expected, _ = call(model, x, short=False)
+    got, run = call(model, x)
+    assert torch.equal(got, expected)
+    assert run.ways == {"resident": 2}
+    assert sum(run.calls.values()) == 2
+    assert run.reasons == {}
+    assert instance_attributes(model) == before
+
+
+def test_strided_rows(model):
+    wide = torch.randn((5, 2 * K))
+    for x in (wide[:, :K], wide[:, ::2], wide.t()[:K].t()):
+        assert torch.equal(call(model.first, x)[0], call(model.first, x, short=False)[0])
+
+
+def force_cast(layer):
+    layer.comfy_force_cast_weights = True
+
+
+def full_precision(layer):
+    layer._full_precision_mm = True
+
+
+def dynamic_slot(layer):
+    layer._v = object()
+
+
+def weight_function(layer):
+    layer.weight_function = [lambda weight: weight * 2]
+
+
+def bias_function(layer):
+    layer.bias_function = [lambda bias: bias + 1]
+
+
+def half_scale(layer):
+    import dataclasses
+
+    weight = layer.weight
+    params = dataclasses.replace(weight._params, scale=weight._params.scale.half())
+    layer.weight = torch.nn.Parameter(type(weight)(weight._qdata, "TensorWiseINT8Layout", params), requires_grad=False)
+
+
+def sliced_bias(layer):
+    layer.bias = torch.nn.Parameter(torch.randn(2 * N)[::2], requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "way", "words"),
+    [
+        (force_cast, "fetched", "forces its weights"),
+        (full_precision, "fetched", "full precision"),
+        (dynamic_slot, "fetched", "dynamic VRAM"),
+        (weight_function, "general", "changes the weight"),
+        (bias_function, "fetched", "changes the bias"),
+        (half_scale, "general", "float16"),
+        (sliced_bias, "general", "not contiguous"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_leaves_to_the_host_what_the_host_has_to_do(model, x, change, way, words, monkeypatch):
+    layer = model.first
+    plain, run = call(layer, x)
+    assert run.ways == {"resident": 1}
+    if change is dynamic_slot:
+        # the host casts a CPU model's slot away; on a GPU it would fetch from it
+        from comfy import model_management
+
+        monkeypatch.setattr(model_management, "is_device_cpu", lambda device: False)
+    change(layer)
+    expected, _ = call(layer, x, short=False)
+    got, run = call(layer, x)
+    assert torch.equal(got, expected)
+    assert run.ways == {way: 1}
+    assert any(words in reason for reason in run.reasons), run.reasons
+    if change in (weight_function, bias_function):
+        assert not torch.equal(got, plain)
+
+
+def test_a_weight_on_another_device_is_fetched_by_the_host(model):
+    call(model.first, torch.randn(2, K))
+    reason = short_way._prepared(model.first.weight, torch.randn((2, K), device="meta"))
+    assert reason == "the weight is on cpu and the input on meta"
+
+
+def test_a_wrong_width_is_the_hosts_error(model):
+    call(model.first, torch.randn(2, K))
+    with pytest.raises((RuntimeError, ValueError)):
+        call(model.first, torch.randn(2, K + 1))
+    assert "_forward" not in vars(model.first)
+
+
+def test_a_new_weight_is_seen_at_once_and_the_old_one_is_let_go(model, x, comfy):
+    import weakref
+
+    layer = model.first
+    before, _ = call(layer, x)
+    old = weakref.ref(layer.weight._qdata)
+    layer.set_weight(layer.weight.dequantize() * 1.5, seed=1)
+    got, run = call(layer, x)
+    assert old() is None
+    assert run.ways == {"resident": 1}
+    assert not torch.equal(got, before)
+    assert torch.equal(got, call(layer, x, short=False)[0])
+
+
+def test_moved_weights_are_checked_again(model, x):
+    layer = model.first
+    call(layer, x)
+    known = short_way._seats(layer).linears
+    layer.to(torch.float32)
+    got, run = call(layer, x)
+    assert run.ways == {"resident": 1}
+    assert torch.equal(got, call(layer, x, short=False)[0])
+    assert short_way._seats(layer).linears is known
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_foreign_forward_keeps_its_say(model, x, when):
+    layer = model.first
+    own = layer.forward
+
+    def doubled(input):
+        return own(input) * 2
+
+    expected = call(layer, x)[0] * 2
+    if when == "before":
+        layer.forward = doubled
+        got, run = call(layer, x)
+    else:
+        runs = []
+        with short_way.inside(layer, runs.append):
+            layer.forward = doubled
+            got = layer(x)
+        run = runs[0]
+    assert torch.equal(got, expected)
+    assert run.ways == {"resident": 1}
+    assert layer.forward is doubled
+    # what a host or a pack leaves behind when it puts the bound method back
+    layer.forward = own
+    assert torch.equal(call(layer, x)[0] * 2, expected)
+
+
+@pytest.mark.parametrize("name", [short_way.UPPER, short_way.LOWER])
+def test_a_foreign_method_where_ours_would_sit_stays(model, x, name):
+    layer = model.first
+    own = getattr(layer, name)
+    foreign = layer.__dict__[name] = lambda *args, **kwargs: own(*args, **kwargs) * 2
+    expected, _ = call(layer, x, short=False)
+    got, run = call(layer, x)
+    assert torch.equal(got, expected)
+    assert run.ways["resident"] == 0
+    assert run.reasons == {f"another pack replaced {name}": 1}
+    assert vars(layer)[name] is foreign
+
+
+def test_a_method_kept_by_mistake_does_nothing(model, x):
+    layer = model.first
+    expected, _ = call(layer, x, short=False)
+    with short_way.inside(layer, lambda run: None):
+        kept = layer.__dict__[short_way.UPPER]
+    layer.__dict__[short_way.UPPER] = kept
+    got, run = call(layer, x, short=False)
+    assert run is None
+    assert torch.equal(got, expected)
+
+
+def test_an_error_inside_ends_it(model, x):
+    before, runs = instance_attributes(model), []
+    with pytest.raises(ZeroDivisionError), short_way.inside(model, runs.append):
+        model.first(x)
+        raise ZeroDivisionError
+    assert runs[0].ways == {"resident": 1}
+    assert instance_attributes(model) == before
+    assert short_way._thread.run is None
+
+
+def test_another_thread_on_the_same_model_keeps_the_general_way(model, x):
+    from comfy_kitchen.registry import registry
+
+    with registry.use_backend("eager"):
+        hosts_own = model(x)
+    results, entered, done = [], threading.Event(), threading.Event()
+
+    def other():
+        entered.wait(10)
+        with torch.inference_mode(), registry.use_backend("eager"):
+            results.append(model(x))
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    runs = []
+    with short_way.inside(model, runs.append):
+        entered.set()
+        assert done.wait(10)
+        ours = model(x)
+    thread.join()
+    assert torch.equal(results[0], hosts_own)
+    assert runs[0].ways == {"resident": 2}
+    assert not torch.equal(ours, hosts_own)
+
+
+def test_two_threads_share_the_seats_until_the_last_leaves(model, x):
+    before, expected = instance_attributes(model), call(model, x)[0]
+    runs, results = [], []
+
+    def work():
+        with torch.inference_mode():
+            for _ in range(20):
+                with short_way.inside(model, runs.append):
+                    results.append(model(x))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 60
+    assert all(torch.equal(result, expected) for result in results)
+    assert all(run.ways == {"resident": 2} for run in runs)
+    assert instance_attributes(model) == before
+
+
+def test_a_gradient_goes_to_the_host(model):
+    with torch.inference_mode(False):
+        x = torch.randn((2, K), requires_grad=True)
+        with torch.no_grad():
+            _, run = call(model.first, x)
+    assert run.ways == {"general": 1}
+    assert "the input requires a gradient" in run.reasons
+
+
+def test_torch_compile_traces_the_general_way_in_one_graph(model, x):
+    from comfy_kitchen.registry import registry
+
+    torch._dynamo.reset()
+    expected, _ = call(model, x, short=False)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    runs = []
+    with registry.use_backend("native_int8"):
+        for _ in range(2):
+            with short_way.inside(compiled, runs.append), torch._dynamo.config.patch(error_on_recompile=True):
+                got = compiled(x)
+    assert torch.equal(got, expected)
+    assert all(run.ways == {} for run in runs)
+
+
+def test_a_model_is_not_kept_alive(comfy, x):
+    import gc
+    import weakref
+
+    host_backend.register()
+    made = Model(comfy.ops.mixed_precision_ops({}, torch.float32))
+    made.load_state_dict(int8_state(comfy, "first", 1) | int8_state(comfy, "second", 2), strict=False)
+    call(made, x)
+    alive = weakref.ref(made)
+    del made
+    gc.collect()
+    assert alive() is None
+
+
+def test_whole_model_with_clone_twin_and_lora(comfy, stock_int8_model, sample, monkeypatch):
+    from comfy.weight_adapter import LoRAAdapter
+
+    ours = stock_int8_model.clone()
+    host_backend.attach(ours)
+    record = host_backend.record_of(ours)
+    before = instance_attributes(stock_int8_model.model)
+    got = sample(ours.clone(), steps=1)
+    ways = record.ways_taken()
+    assert ways["ways"]["resident"] > 0
+    assert set(ways["ways"]) == {"resident"}
+    assert record.snapshot()["calls"] == {"torch": ways["ways"]["resident"]}
+    monkeypatch.setenv(short_way.SWITCH, "0")
+    record.reset()
+    assert torch.equal(sample(ours, steps=1), got)
+    assert record.ways_taken() == {"ways": {}, "reasons": {}}
+    assert record.snapshot()["calls"] == {"torch": ways["ways"]["resident"]}
+    monkeypatch.delenv(short_way.SWITCH)
+
+    key = next(k for k in ours.model_state_dict() if k.endswith(".weight") and "_blocks." in k and "norm" not in k)
+    n, k = comfy.utils.get_attr(ours.model, key).shape
+    patched = ours.clone()
+    adapter = LoRAAdapter(set(), (torch.randn(n, 4), torch.randn(4, k), None, None, None, None))
+    assert patched.add_patches({key: adapter}, 0.02)
+    record.reset()
+    with_lora = sample(patched, steps=1)
+    assert not torch.equal(with_lora, got)
+    assert set(record.ways_taken()["ways"]) == {"resident"}
+    monkeypatch.setenv(short_way.SWITCH, "0")
+    assert torch.equal(sample(patched, steps=1), with_lora)
+    monkeypatch.delenv(short_way.SWITCH)
+    record.reset()
+    sample(stock_int8_model, steps=1)
+    assert record.ways_taken()["ways"] == {}
+    after = instance_attributes(stock_int8_model.model)
+    assert {name for names in after.values() for name in names} - {n for names in before.values() for n in names} <= {
+        "comfy_patched_weights", "comfy_force_cast_weights", "weight_function", "bias_function", "current_patcher"
+    }  # fmt: skip
+
+
+def test_bypass_lora_around_the_short_way(comfy, stock_int8_model, sample, monkeypatch):
+    from comfy.weight_adapter import LoRAAdapter
+    from comfy.weight_adapter.bypass import BypassInjectionManager
+
+    ours = stock_int8_model.clone()
+    host_backend.attach(ours)
+    plain = sample(ours, steps=1)
+    key = next(k for k in ours.model_state_dict() if k.endswith(".weight") and "_blocks." in k and "norm" not in k)
+    n, k = comfy.utils.get_attr(ours.model, key).shape
+    manager = BypassInjectionManager()
+    manager.add_adapter(
+        key, LoRAAdapter(set(), (torch.randn(n, 4), torch.randn(4, k) * 0.05, None, None, None, None)), strength=1.0
+    )
+    bypass = ours.clone()
+    bypass.set_injections("bypass", manager.create_injections(bypass.model))
+    record = host_backend.record_of(ours)
+    record.reset()
+    got = sample(bypass, steps=1)
+    assert not torch.equal(got, plain)
+    assert set(record.ways_taken()["ways"]) == {"resident"}
+    monkeypatch.setenv(short_way.SWITCH, "0")
+    assert torch.equal(sample(bypass, steps=1), got)
+    monkeypatch.delenv(short_way.SWITCH)
+    assert torch.equal(sample(ours, steps=1), plain)
+    layer = comfy.utils.get_attr(ours.model, key.removesuffix(".weight"))
+    assert short_way.UPPER not in vars(layer)
+    assert short_way.LOWER not in vars(layer)
