@@ -23,7 +23,7 @@ def load_kernels():
 
 def load_comfy():
     """ComfyUI's `comfy` package from COMFYUI_PATH (or already importable), as its main program would import it."""
-    arguments, sys.argv = sys.argv, ["main.py"]
+    arguments, sys.argv = sys.argv, ["main.py"] + ([] if torch.cuda.is_available() else ["--cpu"])
     path = os.environ.get("COMFYUI_PATH")
     if path:
         sys.path.insert(0, str(Path(path).resolve()))
