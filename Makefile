@@ -16,7 +16,7 @@ demo:
 	@$(ENV) "$$PYTHON" tests/demo/run.py $(DEMO)
 
 test:
-	@$(ENV) $(PYTEST) -ra $(TEST)
+	@$(ENV) export NATIVE_INT8_TRITONS=$$(bash .ci/tritons) && $(PYTEST) -ra $(TEST)
 
 style:
 	@$(ENV) "$$PYTHON" -m ruff check . && "$$PYTHON" -m ruff format --check .

@@ -22,9 +22,10 @@ EXACT_FP32_K = 1024
 
 
 def _padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """x [R, C] with zeros appended to [rows, columns]; x itself when it has that shape and is contiguous."""
+    """x [R, C] with zeros appended to [rows, columns]; x itself when it has that shape, is contiguous and aligned."""
     if x.shape == (rows, columns):
-        return x.contiguous()
+        # cuBLAS refuses operands that do not start at a multiple of 16 bytes
+        return x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
     return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
 
 

@@ -137,10 +137,10 @@ def row_blocks(k: int, rotation_group: int) -> tuple[int, int]:
 
 
 def row_warps(k: int, rotation_group: int = 0) -> int:
-    """Warps per row: about 16 to 40 values a thread; fewer warps when sums cross the lanes of a rotated row."""
-    limits = (
-        ((1, 768), (2, 1536), (4, 6144), (8, 16384)) if rotation_group else ((1, 768), (2, 1536), (4, 4096), (8, 16384))
-    )
+    """Warps per row: 16 to 40 values a thread; more, on fewer warps, when sums cross the lanes of a rotated row."""
+    plain = ((1, 768), (2, 1536), (4, 4096), (8, 16384))
+    rotated = ((1, 768), (2, 1536), (4, 16384), (8, 32768))
+    limits = rotated if rotation_group else plain
     return next((warps for warps, limit in limits if k <= limit), 16)
 
 

@@ -93,8 +93,7 @@ _SM90 = (
     Row(512, 4096, ANY, (_T(64, 64, 128, 4, 4), _T(64, 128, 128, 4, 4))),
     Row(1024, 8192, ANY, (_T(64, 128, 128, 4, 3), _T(128, 128, 128, 4, 3))),
     Row(1024, ANY, ANY, (_T(128, 128, 128, 4, 3), _T(128, 128, 128, 8, 3))),
-    Row(ANY, ANY, 8192, (_T(128, 128, 128, 4, 3, tma=True), _T(128, 128, 128, 4, 3), _T(128, 128, 128, 8, 3))),
-    Row(ANY, ANY, ANY, (_T(128, 128, 128, 4, 3), _T(128, 128, 128, 8, 3))),
+    Row(ANY, ANY, ANY, (_T(128, 128, 128, 4, 3, 16, tma=True), _T(128, 128, 128, 4, 3, 16), _T(128, 128, 128, 8, 3))),
 )
 
 # mma.sync with 163 KB of shared memory: A100. Modelled: ranked on the mma.sync path of an H200, not on an A100.
@@ -103,7 +102,7 @@ _SM80 = (
     Row(32, ANY, ANY, (_T(32, 64, 128, 4, 4),)),
     Row(64, ANY, ANY, (_T(64, 64, 128, 4, 3),)),
     Row(512, 8192, ANY, (_T(64, 128, 128, 4, 3),)),
-    Row(ANY, ANY, ANY, (_T(128, 128, 128, 4, 3), _T(128, 128, 64, 4, 4))),
+    Row(ANY, ANY, ANY, (_T(128, 128, 128, 4, 3, 16), _T(128, 128, 64, 4, 4))),
 )
 
 # mma.sync with 99 KB: RTX 30, 40 and 50, A10, A40, RTX A6000, L40. Modelled: from the machine code and from published
@@ -117,16 +116,18 @@ _SM86 = (
 )
 
 TABLES: dict[int, tuple[Row, ...]] = {80: _SM80, 86: _SM86, 89: _SM86, 90: _SM90, 120: _SM86}
-# blocks that fit an SM at once and relative speed of a full SM, for wave_time; the default is one block
-_OCCUPANCY = {(128, 128, 64): (2, 1.0), (64, 128, 128): (2, 0.93), (128, 256, 64): (1, 1.0)}
+# relative speed of an SM that is full of such blocks, for wave_time
+_SPEED = {(128, 128, 64): 1.0, (64, 128, 128): 0.93, (128, 256, 64): 1.0}
 
 
 def wave_time(tile: Tile, m: int, n: int, multiprocessors: int) -> float:
-    """Relative time of an [m, n] output: whole waves of blocks over the SMs, times the work of one wave."""
-    blocks, speed = _OCCUPANCY.get((tile.block_m, tile.block_n, tile.block_k), (1, 1.0))
-    tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
-    waves = -(-tiles // (multiprocessors * blocks))
-    return waves * blocks * tile.block_m * tile.block_n / speed
+    """Relative time of an [m, n] output: the work of the busiest SM, which gets ceil(blocks / SMs) of them.
+
+    Blocks that share an SM share its speed, so it does not matter how many fit at once.
+    """
+    blocks = -(-m // tile.block_m) * -(-n // tile.block_n)
+    speed = _SPEED.get((tile.block_m, tile.block_n, tile.block_k), 1.0)
+    return -(-blocks // multiprocessors) * tile.block_m * tile.block_n / speed
 
 
 def sm_of(device: Device) -> int:
