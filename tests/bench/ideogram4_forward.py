@@ -102,7 +102,8 @@ def main() -> None:
         medians = {name: sorted(values[2:])[arguments.rounds // 2] for name, values in times.items()}
         result["forward_ms"][pixels], result["cosine"][pixels] = medians, cosine
         gc.collect()
-    result["calls"] = host_backend.record_of(ours).snapshot()
+    record = host_backend.record_of(ours)
+    result["calls"] = record.snapshot() | record.ways_taken()
     for pixels, ms in result["forward_ms"].items():
         row = ", ".join(
             f"{name} {value:.1f} ms (cosine {result['cosine'][pixels][name]:.4f})" for name, value in ms.items()

@@ -42,12 +42,22 @@ def int8_state(comfy, layer, seed, group=256):
 
 
 @pytest.fixture
-def model(comfy):
+def build(comfy):
+    """A function (seed) -> a new Model whose weights depend on the seed."""
     host_backend.register()
-    made = Model(comfy.ops.mixed_precision_ops({}, torch.float32))
-    state = int8_state(comfy, "first", 1) | int8_state(comfy, "second", 2, 64)
-    made.load_state_dict(state | {"first.bias": torch.randn(N).bfloat16()}, strict=False)
-    return made
+
+    def make(seed=1):
+        made = Model(comfy.ops.mixed_precision_ops({}, torch.float32))
+        state = int8_state(comfy, "first", seed) | int8_state(comfy, "second", seed + 1, 64)
+        made.load_state_dict(state | {"first.bias": torch.randn(N).bfloat16()}, strict=False)
+        return made
+
+    return make
+
+
+@pytest.fixture
+def model(build):
+    return build()
 
 
 @pytest.fixture
@@ -334,13 +344,11 @@ def test_torch_compile_traces_the_general_way_in_one_graph(model, x):
     assert all(run.ways == {} for run in runs)
 
 
-def test_a_model_is_not_kept_alive(comfy, x):
+def test_a_model_is_not_kept_alive(build, x):
     import gc
     import weakref
 
-    host_backend.register()
-    made = Model(comfy.ops.mixed_precision_ops({}, torch.float32))
-    made.load_state_dict(int8_state(comfy, "first", 1) | int8_state(comfy, "second", 2), strict=False)
+    made = build()
     call(made, x)
     alive = weakref.ref(made)
     del made
@@ -415,3 +423,32 @@ def test_bypass_lora_around_the_short_way(comfy, stock_int8_model, sample, monke
     layer = comfy.utils.get_attr(ours.model, key.removesuffix(".weight"))
     assert short_way.UPPER not in vars(layer)
     assert short_way.LOWER not in vars(layer)
+
+
+def test_copies_on_two_threads_share_the_wrapper_and_the_record(build, model, x):
+    from types import SimpleNamespace
+
+    from comfy.patcher_extension import WrapperExecutor
+
+    # as the host's multi-GPU does: another model, the same wrapper, a thread each
+    other = build(seed=5)
+    expected = [call(model, x)[0], call(other, x)[0]]
+    wrapper, results = host_backend._UseNativeInt8(), [[], []]
+
+    def work(index):
+        base = SimpleNamespace(diffusion_model=(model, other)[index])
+        for _ in range(20):
+            executor = WrapperExecutor.new_class_executor(base.diffusion_model, base, [wrapper])
+            with torch.inference_mode():
+                results[index].append(executor.execute(x))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not torch.equal(*expected)
+    for got, wanted in zip(results, expected, strict=True):
+        assert len(got) == 20
+        assert all(torch.equal(one, wanted) for one in got)
+    assert wrapper.record.ways_taken() == {"ways": {"resident": 80}, "reasons": {}}
