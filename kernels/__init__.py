@@ -9,7 +9,9 @@ int8_linear_swiglu, int8_linear_residual: the same with SwiGLU of two weights, o
                                                           (int8_linear_fused.py, int8_matmul_fused_triton.py)
 
 Around them: capability.py (what this GPU can do), dispatch.py (which implementation, and why not the others),
-tiles.py (which tile), prepared_linear.py (int8_linear with little host time per call), reference.py (what each op means; for tests only).
+tiles.py (which tile), tile_search.py, tuning.py and tuned.py (measure a card's own tiles, on request), warmup.py
+(compile ahead), prepared_linear.py (int8_linear with little host time per call), reference.py (what each op means; for
+tests only).
 
 Letters, the same in every file:
     M  rows: tokens x batch        K  in_features        N  out_features
