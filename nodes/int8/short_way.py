@@ -234,7 +234,7 @@ def _fetched(linear: _Linear, input: torch.Tensor, weight, bias) -> PreparedLine
     scale = params.scale
     facts = (
         codes.device, codes.dtype, codes.shape, codes.stride(), scale.dtype, scale.device, scale.shape, scale.stride(),
-        params.convrot, params.convrot_groupsize, params.transposed, input.device, input.shape[-1],
+        _rotation_group(params), getattr(params, "transposed", False), input.device, input.shape[-1],
     )  # fmt: skip
     known = linear.fetched
     if known is None or known[0] != facts:
@@ -247,16 +247,21 @@ def _prepared(weight, input: torch.Tensor) -> PreparedLinear | str:
     if getattr(weight, "_layout_cls", None) != LAYOUT:
         return f"the weight is a {type(weight).__name__} in another layout"
     codes, params = weight._qdata, weight._params
-    if params.transposed:
+    if getattr(params, "transposed", False):
         return "the weight is transposed"
     if codes.device != input.device:
         return f"the weight is on {codes.device} and the input on {input.device}"
     if codes.shape[-1] != input.shape[-1]:
         return f"the input has {input.shape[-1]} features and the weight {codes.shape[-1]}"
     try:
-        return PreparedLinear(codes, params.scale, rotation_group=params.convrot_groupsize if params.convrot else 0)
+        return PreparedLinear(codes, params.scale, rotation_group=_rotation_group(params))
     except Int8Error as error:
         return str(error)
+
+
+def _rotation_group(params) -> int:
+    # as the host's own handler reads them
+    return int(getattr(params, "convrot_groupsize", 256)) if getattr(params, "convrot", False) else 0
 
 
 def _unfit_input(input, bias) -> str | None:
