@@ -2,6 +2,7 @@
 
 op              | what it does                                              | Triton kernel            | plain PyTorch
 quantize_rows   | float rows -> int8 codes and one scale per row            | quantize_rows_triton.py  | quantize_rows.py
+quantize_rms_norm: the same with an RMSNorm in front, in one pass   | quantize_rms_norm_triton.py | quantize_rms_norm.py
 rotate          | grouped Hadamard rotation of the columns (ConvRot)        | rotate_triton.py         | rotate.py
 int8_matmul     | int8 x int8 -> int32, scales and bias in the epilogue     | int8_matmul_triton.py    | int8_matmul.py
 int8_linear     | act? + rotate? + quantize_rows + int8_matmul: one Linear  | (the kernels above)      | int8_linear.py
@@ -33,6 +34,7 @@ from .int8_linear import int8_linear
 from .int8_linear_fused import int8_linear_residual, int8_linear_swiglu
 from .int8_matmul import int8_matmul
 from .prepared_linear import PreparedLinear
+from .quantize_rms_norm import quantize_rms_norm
 from .quantize_rows import quantize_rows
 from .rotate import rotate
 
@@ -52,6 +54,7 @@ __all__ = [
     "int8_linear_residual",
     "int8_linear_swiglu",
     "int8_matmul",
+    "quantize_rms_norm",
     "quantize_rows",
     "rotate",
 ]

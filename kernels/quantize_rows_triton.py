@@ -82,6 +82,27 @@ def _store_codes(q_ptr, start, v, k, inverse_scale, bad, BLOCK: tl.constexpr, GR
 
 
 @triton.jit
+def quantize_blocks(q_ptr, scale_ptr, a, b, k, GROUP: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Rotate a row held as a [BLOCK_A] and b [BLOCK_B] fp32, find its scale, store both; b is ignored for BLOCK_B 0."""
+    if GROUP > 0:
+        a = rotate_block_reversed(a, BLOCK_A, GROUP)
+        if BLOCK_B > 0:
+            b = rotate_block_reversed(b, BLOCK_B, GROUP)
+    top = tl.max(_magnitude_bits(a), axis=0)
+    if BLOCK_B > 0:
+        top = tl.maximum(top, tl.max(_magnitude_bits(b), axis=0))
+    bad = top >= 0x7F800000
+    # 1.27e-28 = 127 * the smallest scale
+    amax = tl.maximum(tl.where(bad, 0x3F800000, top).to(tl.float32, bitcast=True), 1.27e-28)
+    inverse_scale = tl.math.div_rn(127.0, amax)
+    scale = tl.where(bad, float("nan"), tl.math.div_rn(amax, 127.0))
+    tl.store(scale_ptr, scale)
+    _store_codes(q_ptr, 0, a, k, inverse_scale, bad, BLOCK_A, GROUP)
+    if BLOCK_B > 0:
+        _store_codes(q_ptr, BLOCK_A, b, k, inverse_scale, bad, BLOCK_B, GROUP)
+
+
+@triton.jit
 def _quantize_rows_kernel(
     x_ptr,
     q_ptr,
@@ -102,22 +123,9 @@ def _quantize_rows_kernel(
     a = _load_values(x_ptr, tl.arange(0, BLOCK_A), k, BLOCK_B == 0, ACT)
     if BLOCK_B > 0:
         b = _load_values(x_ptr, BLOCK_A + tl.arange(0, BLOCK_B), k, True, ACT)
-    if GROUP > 0:
-        a = rotate_block_reversed(a, BLOCK_A, GROUP)
-        if BLOCK_B > 0:
-            b = rotate_block_reversed(b, BLOCK_B, GROUP)
-    top = tl.max(_magnitude_bits(a), axis=0)
-    if BLOCK_B > 0:
-        top = tl.maximum(top, tl.max(_magnitude_bits(b), axis=0))
-    bad = top >= 0x7F800000
-    # 1.27e-28 = 127 * the smallest scale
-    amax = tl.maximum(tl.where(bad, 0x3F800000, top).to(tl.float32, bitcast=True), 1.27e-28)
-    inverse_scale = tl.math.div_rn(127.0, amax)
-    scale = tl.where(bad, float("nan"), tl.math.div_rn(amax, 127.0))
-    tl.store(scale_ptr + row, scale)
-    _store_codes(q_ptr, 0, a, k, inverse_scale, bad, BLOCK_A, GROUP)
-    if BLOCK_B > 0:
-        _store_codes(q_ptr, BLOCK_A, b, k, inverse_scale, bad, BLOCK_B, GROUP)
+    if BLOCK_B == 0:
+        b = a
+    quantize_blocks(q_ptr, scale_ptr + row, a, b, k, GROUP, BLOCK_A, BLOCK_B)
 
 
 _launch = Launcher(_quantize_rows_kernel)
