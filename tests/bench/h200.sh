@@ -45,7 +45,7 @@ compile() {
     local part pids=()
     if wanted linear_native; then
         for part in 0 1 2 3 4 5 6 7; do
-            timeout 100 "${native[@]}" "$python" "$here/run.py" --min-m 1 --compile-only $part/8 >>"$logs/compile.txt" 2>&1 &
+            timeout 100 "${native[@]}" "$python" "$here/run.py" --min-m 256 --compile-only $part/8 >>"$logs/compile.txt" 2>&1 &
             pids+=($!)
         done
     fi
@@ -61,7 +61,7 @@ compile() {
 
 compile
 wanted linear_native && step linear_native 170 "${native[@]}" "$python" "$here/run.py" \
-    --path native --min-m 1 --budget-seconds 130 --kitchen-triton "" --json "$out/linear_native.json"
+    --path native --min-m 256 --budget-seconds "${NATIVE_SECONDS:-130}" --kitchen-triton "" --json "$out/linear_native.json"
 wanted linear_sm80 && step linear_sm80 70 "${sm80[@]}" "$python" "$here/run.py" \
     --path sm80 --min-m 2048 --budget-seconds 45 --kitchen-triton "" --contestants "$ampere_contestants" \
     --json "$out/linear_sm80.json"
