@@ -72,7 +72,7 @@ class Suite:
                     residual, gate = self.normal(m, n).bfloat16(), self.normal(1, n).bfloat16()
                     acc = accumulate_fp64(q_x, q_w).float() * x_scale[:, None] * w_scale + bias.float()
                     y = residual.clone()
-                    self.fused.int8_matmul_residual_triton(q_x, x_scale, q_w, w_scale, bias, gate, y, y, tile, self.sm)
+                    self.fused.int8_matmul_residual_triton(q_x, x_scale, q_w, w_scale, bias, gate, y, y, tile)
                     expected = (acc * gate.float() + residual.float()).bfloat16()
                     self.expect(f"residual, {tile.name} on {m}x{k}x{n}", y, expected)
                     _, _, up_w, up_scale, up_bias = self.operands(m, k, n, True)
