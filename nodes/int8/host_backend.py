@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...kernels import choose, int8_linear
+from ...kernels import choose, int8_linear, int8_linear_residual, int8_matmul, quantize_rms_norm
 from ...kernels.capability import detect
 from ...kernels.dispatch import Int8Error
 from . import short_way, tuned_tiles
@@ -25,11 +25,12 @@ NAME = "native_int8"
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INPUT_ACTS = {None: None, "none": None, "gelu_tanh": "gelu_tanh", "swiglu": "swiglu"}
+RMS_NORM = "rms_norm"
 LINEAR_KEYS = frozenset(
     {"x", "weight", "weight_scale", "bias", "out_dtype", "convrot", "convrot_groupsize", "input_act"}
 )
-# arguments of newer hosts that change nothing while they hold these values
-NEUTRAL = {"input_act_weight": None, "input_act_eps": 0.0, "residual": None, "residual_scale": None}
+# arguments of newer hosts: an RMSNorm in front of the Linear, a gate and a residual behind it
+FUSED_KEYS = frozenset({"input_act_weight", "input_act_eps", "residual", "residual_scale"})
 
 log = logging.getLogger("native_int8.host_backend")
 _running = threading.local()
@@ -189,26 +190,34 @@ class _Functions:
 
     @staticmethod
     def int8_linear(
-        x, weight, weight_scale, bias=None, out_dtype=None, convrot=False, convrot_groupsize=256, input_act=None, **_
+        x,
+        weight,
+        weight_scale,
+        bias=None,
+        out_dtype=None,
+        convrot=False,
+        convrot_groupsize=256,
+        input_act=None,
+        input_act_weight=None,
+        input_act_eps=0.0,
+        residual=None,
+        residual_scale=None,
     ):
-        """y [..., N] = act(x [..., K]) @ weight [N, K].T with INT8 operands; see `kernels.int8_linear`."""
+        """y [..., N] = act(x [..., K]) @ weight [N, K].T, or residual + residual_scale * y; see `kernels.int8_linear`."""
+        # the host's own default, though it always passes one
+        out_dtype = out_dtype or torch.bfloat16
+        if input_act == RMS_NORM:
+            return _Functions._normed(
+                x, input_act_weight, input_act_eps, weight, weight_scale, bias, out_dtype, convrot, convrot_groupsize
+            )
         group = int(convrot_groupsize) if convrot else 0
         act = INPUT_ACTS[input_act]
-        implementation = _implementation(x.device, weight.shape, group, act)
-        record = getattr(_running, "record", None)
-        if record is not None:
-            record.add_call(implementation)
-        return int8_linear(
-            x,
-            weight,
-            weight_scale,
-            bias,
-            rotation_group=group,
-            input_act=act,
-            # the host's own default, though it always passes one
-            out_dtype=out_dtype or torch.bfloat16,
-            implementation=implementation,
-        )
+        implementation = _counted(x, weight, group, act)
+        static = {"rotation_group": group, "input_act": act, "implementation": implementation}
+        if residual is not None:
+            gate = None if residual_scale is None else residual_scale.reshape(-1)
+            return int8_linear_residual(x, weight, weight_scale, bias, residual=residual, gate=gate, **static)
+        return int8_linear(x, weight, weight_scale, bias, out_dtype=out_dtype, **static)
 
     @staticmethod
     def int8_linear_modulated(x, modulation_scale, **linear):
@@ -218,10 +227,37 @@ class _Functions:
         return _Functions.int8_linear(x * (1.0 + modulation_scale.reshape(x.shape[-1])), **linear)
 
     @staticmethod
-    def int8_linear_rms_modulated(x, norm_weight, norm_eps, modulation_scale, **linear):
-        """`int8_linear_modulated` of rms_norm(x), with norm_weight [K]."""
-        normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), norm_weight.reshape(-1), norm_eps)
-        return _Functions.int8_linear_modulated(normed, modulation_scale, **linear)
+    def int8_linear_rms_modulated(x, norm_weight, norm_eps, modulation_scale, weight, weight_scale, **linear):
+        """`int8_linear` of rms_norm(x) * (1 + modulation_scale), norm_weight and modulation_scale [K]."""
+        factors = norm_weight.reshape(-1).float() * (1.0 + modulation_scale.reshape(-1).float())
+        return _Functions._normed(x, factors, norm_eps, weight, weight_scale, **linear)
+
+    @staticmethod
+    def _normed(
+        x, factors, eps, weight, weight_scale, bias=None, out_dtype=None, convrot=False, convrot_groupsize=256, **_
+    ):
+        """The Linear of x / rms(x) * factors: the norm is part of the pass that quantises."""
+        group = int(convrot_groupsize) if convrot else 0
+        implementation = _counted(x, weight, group, None)
+        codes, scale = quantize_rms_norm(x, factors, eps, rotation_group=group, implementation=implementation)
+        return int8_matmul(
+            codes,
+            scale,
+            weight,
+            weight_scale,
+            bias,
+            out_dtype=out_dtype or torch.bfloat16,
+            implementation=implementation,
+        )
+
+
+def _counted(x: torch.Tensor, weight: torch.Tensor, group: int, act: str | None) -> str:
+    """The implementation of a layer, counted in the record of the MODEL that is running."""
+    implementation = _implementation(x.device, weight.shape, group, act)
+    record = getattr(_running, "record", None)
+    if record is not None:
+        record.add_call(implementation)
+    return implementation
 
 
 _EXTRA_KEYS = {
@@ -253,15 +289,11 @@ def _refusal(function: str, kwargs: Mapping[str, Any]) -> str | None:
     if not kwargs:
         return None
     extra = _EXTRA_KEYS[function]
-    for name, value in kwargs.items():
+    for name in kwargs:
         if name in LINEAR_KEYS or name in extra:
             continue
-        if name not in NEUTRAL:
+        if name not in FUSED_KEYS:
             return f"the argument {name} is not known here"
-        neutral = NEUTRAL[name]
-        # eps only means something together with an rms_norm input, which is refused below
-        if name != "input_act_eps" and value is not neutral:
-            return f"the argument {name} is not supported"
     x, weight, scale = (kwargs.get(name) for name in ("x", "weight", "weight_scale"))
     missing = [name for name in ("x", "weight") if not isinstance(kwargs.get(name), torch.Tensor)]
     if missing:
@@ -269,6 +301,9 @@ def _refusal(function: str, kwargs: Mapping[str, Any]) -> str | None:
     for name in extra - {"norm_eps"}:
         if kwargs.get(name) is None or kwargs[name].numel() != weight.shape[-1]:
             return f"{name} must hold one row of {weight.shape[-1]} values"
+    fused = _fused_refusal(x, weight, kwargs)
+    if fused is not None:
+        return fused
     # everything below is a static fact of a layer, so it is worked out once
     key = (
         x.dtype, x.device, x.ndim, x.shape[-1:], weight.dtype, weight.device, weight.shape,
@@ -280,6 +315,29 @@ def _refusal(function: str, kwargs: Mapping[str, Any]) -> str | None:
     return _decisions[key]
 
 
+def _fused_refusal(x, weight, kwargs) -> str | None:
+    """What is wrong with a norm in front or a residual behind; None when both are absent or can run."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return "x needs a gradient, which rounding to INT8 has not"
+    normed = kwargs.get("input_act") == RMS_NORM
+    norm_weight, residual, scale = (kwargs.get(name) for name in ("input_act_weight", "residual", "residual_scale"))
+    if normed and (norm_weight is None or norm_weight.numel() != weight.shape[-1]):
+        return f"input_act_weight must hold {weight.shape[-1]} values for an RMSNorm"
+    if norm_weight is not None and not normed:
+        return "input_act_weight is only known for an RMSNorm"
+    if residual is None:
+        return None if scale is None else "residual_scale is given without a residual"
+    if normed:
+        return "an RMSNorm together with a residual is not supported"
+    if residual.dtype not in FLOAT_DTYPES or residual.shape != (*x.shape[:-1], weight.shape[0]):
+        return f"residual is {residual.dtype} {tuple(residual.shape)}; floats {(*x.shape[:-1], weight.shape[0])} are needed"
+    if kwargs.get("out_dtype") not in (None, residual.dtype):
+        return f"residual is {residual.dtype} where the output is {kwargs['out_dtype']}"
+    if scale is not None and scale.numel() != weight.shape[0]:
+        return f"residual_scale holds {scale.numel()} values; {weight.shape[0]} are needed"
+    return None
+
+
 def _static_refusal(x, weight, scale, kwargs) -> str | None:
     if x.dtype not in FLOAT_DTYPES:
         return f"x is {x.dtype}; float16, bfloat16 or float32 is needed"
@@ -287,10 +345,10 @@ def _static_refusal(x, weight, scale, kwargs) -> str | None:
         return f"x has {x.ndim} dimensions; 1 to 5 are supported"
     if weight.dtype != torch.int8 or weight.ndim != 2:
         return f"weight is {weight.dtype} with {weight.ndim} dimensions; int8 [N, K] is needed"
-    if kwargs.get("input_act") not in INPUT_ACTS:
+    if kwargs.get("input_act") not in (*INPUT_ACTS, RMS_NORM):
         return f"the input activation {kwargs['input_act']} is not supported"
     n, k = weight.shape
-    act = INPUT_ACTS[kwargs.get("input_act")]
+    act = INPUT_ACTS.get(kwargs.get("input_act"))
     expected = 2 * k if act == "swiglu" else k
     if x.shape[-1] != expected:
         return f"x has {x.shape[-1]} features where the weight [{n}, {k}] needs {expected}"
