@@ -15,8 +15,9 @@ from .launch import on_device
 from .rotate import check_group, rotate_torch
 
 MIN_SCALE = 1e-30
-# rows are converted to fp32 in pieces of this size
+# rows are converted to fp32 in pieces of this size; on a CPU they should stay in its cache
 CHUNK_BYTES = 64 << 20
+CPU_CHUNK_BYTES = 2 << 20
 
 
 def apply_input_act(x: torch.Tensor, input_act: str | None) -> torch.Tensor:
@@ -34,18 +35,24 @@ def quantize_rows_torch(
     x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, rotation_group: int, input_act: str | None
 ) -> None:
     """The op in PyTorch, for any device: x [M, K] float -> q [M, K] int8, scale [M] fp32, in chunks of rows."""
-    rows = max(1, CHUNK_BYTES // (4 * max(x.shape[1], 1)))
+    on_cpu = x.device.type == "cpu"
+    rows = max(1, (CPU_CHUNK_BYTES if on_cpu else CHUNK_BYTES) // (4 * max(q.shape[1], 1)))
     for start in range(0, x.shape[0], rows):
         part = slice(start, start + rows)
         v = apply_input_act(x[part], input_act)
         if rotation_group:
             v = rotate_torch(v, rotation_group)
-        amax = v.abs().amax(dim=1, keepdim=True)
-        bad = ~torch.isfinite(v).all(dim=1, keepdim=True)
+        # NaN passes through both, so that amax is finite exactly when its row is
+        amax = torch.maximum(v.amax(dim=1, keepdim=True), v.amin(dim=1, keepdim=True).neg())
+        bad = ~torch.isfinite(amax)
         amax = amax.masked_fill(bad, 1.0).clamp(min=127 * MIN_SCALE)
         # tensors, not Python numbers: CUDA divides by a number through its reciprocal, which rounds differently
         most = torch.full_like(amax, 127.0)
-        q[part] = torch.round(v * (most / amax)).masked_fill(bad, 0.0).to(torch.int8)
+        codes = (v * (most / amax)).round_()
+        # on a GPU the question would wait for it
+        if not on_cpu or bad.any():
+            codes.masked_fill_(bad, 0.0)
+        q[part].copy_(codes)
         scale[part] = (amax / most).masked_fill(bad, float("nan")).squeeze(1)
 
 

@@ -137,22 +137,27 @@ def read_header(path: str) -> Header:
     return _split(path, tensors, {str(k): v for k, v in metadata.items() if isinstance(v, str)})
 
 
+_TORCH_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "int64": "I64", "int32": "I32", "int16": "I16",
+    "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    "complex64": "C64",
+}  # fmt: skip
+
+
+def dtype_name(dtype) -> str:
+    """A torch.dtype as safetensors spells it; its own name where safetensors has none."""
+    name = str(dtype).removeprefix("torch.")
+    return _TORCH_NAMES.get(name, name)
+
+
 def header_of(tensors: dict, metadata: dict[str, str] | None = None, source: str = "the MODEL") -> Header:
     """The header that a file with these tensors would have.
 
     Args:
         tensors: name -> torch.Tensor, any prefix.
     """
-    names = {
-        "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-        "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "int64": "I64", "int32": "I32", "int16": "I16",
-        "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
-        "complex64": "C64",
-    }  # fmt: skip
-    infos = {}
-    for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        infos[name] = TensorInfo(names.get(dtype, dtype), tuple(tensor.shape), 0, 0)
+    infos = {name: TensorInfo(dtype_name(t.dtype), tuple(t.shape), 0, 0) for name, t in tensors.items()}
     return _split(source, infos, dict(metadata or {}))
 
 
