@@ -13,10 +13,11 @@ class NativeInt8Extension(ComfyExtension):
         try:
             from .int8_capability_check import INT8CapabilityCheck
             from .int8_patch_model import INT8PatchModel
+            from .int8_save_model import INT8SaveModel
             from .int8_tune import INT8TuneKernels
             from .load_dit_native_int8 import LoadDiTNativeINT8
         except Exception:
             # ComfyUI logs only the message of an exception raised here, never its traceback
             logging.getLogger("native_int8.extension").exception("A node of Native INT8 DiT could not be imported.")
             raise
-        return [LoadDiTNativeINT8, INT8PatchModel, INT8CapabilityCheck, INT8TuneKernels]
+        return [LoadDiTNativeINT8, INT8PatchModel, INT8SaveModel, INT8CapabilityCheck, INT8TuneKernels]

@@ -154,7 +154,8 @@ def _build(header: Header, state: dict, options: LoadOptions, progress, disable_
         raise _unknown_model(header)
     notes = [*_verify(model, decisions), *_rest_notes(header)]
     device = detect_device(model.load_device).sm
-    report = LoadReport(tuple(decisions), _source_line(decisions), device, tuple(notes), time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    report = LoadReport(tuple(decisions), _source_line(decisions), device, tuple(notes), seconds, metadata)
     log.info("%s: %s; %s (%.1f s)", os.path.basename(header.path), report.source_line, report.summary(), report.seconds)
     for reason, count in report.kept_reasons().items():
         log.info("kept in float: %d layers: %s", count, reason)

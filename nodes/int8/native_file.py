@@ -53,7 +53,7 @@ class NativeFile:
 
     def __enter__(self) -> "NativeFile":
         self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
-        self._file = open(self._temporary, "xb")  # noqa: SIM115
+        self._file = open(self._temporary, "xb")
         self._file.seek(8 + self._header_bytes)
         return self
 

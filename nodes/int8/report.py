@@ -1,7 +1,8 @@
 """What a load did, kept with the MODEL: every layer's decision, and one line for the node."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from .policy import Decision
 
@@ -16,6 +17,7 @@ class LoadReport:
     source_line: what the file was and what was done with it.
     device_line: the architecture that the model will run on, for instance "sm_86" or "cpu".
     notes: sentences for the user; empty when all is well.
+    metadata: of the file, without what describes its quantisation.
     """
 
     decisions: tuple[Decision, ...]
@@ -23,6 +25,7 @@ class LoadReport:
     device_line: str
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def int8_layers(self) -> int:

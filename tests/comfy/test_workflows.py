@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from packtest import ROOT
@@ -11,7 +12,7 @@ FOLDER = ROOT / "example_workflows"
 WORKFLOWS = sorted(path.stem for path in FOLDER.glob("*.json"))
 # drawn by the frontend alone; the server has never heard of them
 FRONTEND_ONLY = {"MarkdownNote": [], "Note": []}
-OURS = ("LoadDiTNativeINT8", "INT8PatchModel", "INT8CapabilityCheck", "INT8TuneKernels")
+OURS = ("LoadDiTNativeINT8", "INT8PatchModel", "INT8CapabilityCheck", "INT8TuneKernels", "INT8SaveModel")
 WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
 CONTROL_VALUES = {"fixed", "increment", "decrement", "randomize"}
 
@@ -200,6 +201,21 @@ def test_tune_kernels_reports_and_passes_the_model_on(pack_server, schemas):
     else:
         assert "shapes measured" in report.splitlines()[0] and "bf16" in report
         assert list((pack_server.base_dir / "user" / "native_int8").glob("tiles-*.json"))
+
+
+def test_convert_and_save_writes_a_file_that_the_loaders_list(pack_server, schemas):
+    workflow = load("INT8 convert and save")
+    prompt = to_prompt(workflow, schemas)
+    loader = next(node for node in prompt.values() if node["class_type"] == "LoadDiTNativeINT8")
+    loader["inputs"]["model_name"] = "emoji_flux2_dit_bf16.safetensors"
+    (shown,) = (node["id"] for node in workflow["nodes"] if node["type"] == "PreviewAny")
+    file = Path(pack_server.run(prompt).text(str(shown)))
+    assert file.parent == pack_server.base_dir / "output" / "diffusion_models" and file.is_file()
+    for node_id, widget in (("LoadDiTNativeINT8", "model_name"), ("UNETLoader", "unet_name")):
+        schema = pack_server.get(f"/object_info/{node_id}")[node_id]
+        assert file.name in inputs_of(schema)[widget][1]["options"]
+    # other tests see the same lists
+    file.unlink()
 
 
 def test_emoji_demo_draws_three_pictures(pack_server, schemas):
