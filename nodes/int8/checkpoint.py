@@ -161,6 +161,11 @@ def header_of(tensors: dict, metadata: dict[str, str] | None = None, source: str
     return _split(source, infos, dict(metadata or {}))
 
 
+def header_from(path: str, infos: dict[str, TensorInfo], metadata: dict[str, str] | None = None) -> Header:
+    """The header of a file of another kind whose tensors are listed already, under any prefix."""
+    return _split(path, infos, dict(metadata or {}))
+
+
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 

@@ -8,6 +8,7 @@ float weight takes memory only while its layer is quantised.
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,19 +33,21 @@ class LoadOptions:
         already keeps what it has.
     protect, force: patterns of layers to keep in float, or to quantise against the rule; see `policy.plan`.
     device: where weights are quantised, for instance "cpu"; None for the device that runs the model.
+    branch: which model of a file that holds two: "auto" (the conditional one), "conditional" or "unconditional".
     """
 
     rotation: bool | str = True
     protect: str = ""
     force: str = ""
     device: str | None = None
+    branch: str = "auto"
 
 
 def load_model(path: str, options: LoadOptions | None = None, disable_dynamic: bool = False):
     """Load a diffusion transformer as an INT8 MODEL that runs on our kernels.
 
     Args:
-        path: a safetensors file: native INT8, bf16, fp16, fp32, or fp8 with or without scales.
+        path: a safetensors file: INT8 of any maker in `formats`, bf16, fp16, fp32, fp8 with or without scales; or GGUF.
         disable_dynamic: the host asks for a ModelPatcher without dynamic VRAM.
     Returns:
         ModelPatcher; its report is under `get_attachment(REPORT_KEY)`.
@@ -52,13 +55,16 @@ def load_model(path: str, options: LoadOptions | None = None, disable_dynamic: b
         CheckpointError: the file is damaged, of another kind, or in a format that is not read.
     """
     options = options or LoadOptions()
-    header = read_header(path)
-    if not path.lower().endswith(_EXTENSIONS):
-        raise CheckpointError(
-            f"{path}: a safetensors file under another extension. {' or '.join(_EXTENSIONS)} is needed; rename the file."
-        )
-    # the host's memory map also feeds its dynamic VRAM straight from the file
-    state = _open(path)
+    if formats.is_gguf(path):
+        header, state = formats.read_gguf(path)
+    else:
+        header = read_header(path)
+        if not path.lower().endswith(_EXTENSIONS):
+            raise CheckpointError(
+                f"{path}: a safetensors file under another extension. {' or '.join(_EXTENSIONS)} is needed; rename it."
+            )
+        # the host's memory map also feeds its dynamic VRAM straight from the file
+        state = _open(path)
     state = {name: state[header.key(name)] for name in header.tensors}
     model, report = _build(header, state, options, None, disable_dynamic, share=True)
     model.cached_patcher_init = (load_model, (path, options))
@@ -144,15 +150,21 @@ def _build(header: Header, state: dict, options: LoadOptions, progress, disable_
     _check_host()
     if options.rotation not in (True, False, "auto"):
         raise ValueError(f"rotation is {options.rotation!r}; True, False or 'auto' is needed.")
-    header, state = _host_layout(header, state)
-    specs = formats.detect(header, state.__getitem__)
+    header, state, notes = _one_branch(header, state, options.branch)
+    doubts: Counter = Counter()
+    specs = formats.detect(header, state.__getitem__, doubts)
+    layout, state = _host_layout(header, state, specs)
+    if layout is not header:
+        header, specs = layout, formats.detect(layout, state.__getitem__)
+    notes += [*formats.sentences(doubts), *formats.name_notes(header, specs)]
+    notes += formats.rotation_notes(specs, state.__getitem__)
     decisions = policy.plan(specs, rotation=bool(options.rotation), protect=options.protect, force=options.force)
     native = _convert(specs, decisions, state, options, progress, share)
     metadata = {k: v for k, v in header.metadata.items() if k != formats.METADATA}
     model = comfy.sd.load_diffusion_model_state_dict(native, metadata=metadata, disable_dynamic=disable_dynamic)
     if model is None:
         raise _unknown_model(header)
-    notes = [*_verify(model, decisions), *_rest_notes(header)]
+    notes += [*_verify(model, decisions), *_rest_notes(header)]
     device = detect_device(model.load_device).sm
     seconds = time.perf_counter() - start
     report = LoadReport(tuple(decisions), _source_line(decisions), device, tuple(notes), seconds, metadata)
@@ -175,7 +187,25 @@ def _check_host() -> None:
         )
 
 
-def _host_layout(header: Header, state: dict) -> tuple[Header, dict]:
+def _one_branch(header: Header, state: dict, branch: str) -> tuple[Header, dict, list[str]]:
+    """Of a file with a conditional and an unconditional model, the one to load, and notes."""
+    chosen, notes = formats.choose_branch(header, branch)
+    word = chosen.prefix.removeprefix(header.prefix)
+    return chosen, {name: state[word + name] for name in chosen.tensors}, notes
+
+
+def _as_float(state: dict, specs: dict) -> dict:
+    """What the host's detector looks at: names and shapes as in a float file, whatever the layout of the codes."""
+    view = dict(state)
+    for layer, spec in specs.items():
+        stored = view[spec.weight]
+        if spec.weight != f"{layer}.weight" or tuple(stored.shape) != spec.shape:
+            del view[spec.weight]
+            view[f"{layer}.weight"] = torch.empty(spec.shape, dtype=torch.bfloat16, device="meta")
+    return view
+
+
+def _host_layout(header: Header, state: dict, specs: dict) -> tuple[Header, dict]:
     """Check that the host knows the model; a diffusers file is turned to the host's names before it is quantised.
 
     Raises:
@@ -184,10 +214,11 @@ def _host_layout(header: Header, state: dict) -> tuple[Header, dict]:
     from comfy import model_detection
 
     try:
-        if model_detection.model_config_from_unet(dict(state), "", metadata=header.metadata) is not None:
+        view = _as_float(state, specs)
+        if model_detection.model_config_from_unet(view, "", metadata=header.metadata) is not None:
             return header, state
         converted = None
-        if all(info.dtype != "I8" for info in header.tensors.values()):
+        if all(spec.kind in ("float", "fp8_scaled") for spec in specs.values()):
             converted = model_detection.convert_diffusers_mmdit(dict(state), "")
         if converted and model_detection.model_config_from_unet(dict(converted), "") is not None:
             renamed = header_of(converted, header.metadata, header.path)
@@ -236,25 +267,17 @@ def _convert(
     native: dict[str, torch.Tensor] = {}
     for done, decision in enumerate(work):
         comfy.model_management.throw_exception_if_processing_interrupted()
-        spec = decision.spec
-        weight = state.pop(spec.weight)
-        scale = state.pop(spec.scale) if spec.scale else None
-        if decision.action == "adopt":
-            tensors = quantize.adopted(decision, weight if share else weight.clone(), scale)
-        else:
-            tensors = quantize.quantised(decision, weight, scale, device)
-        native.update(tensors)
-        del weight
+        native.update(quantize.native_layer(decision, state.pop, device, share))
         progress(done + 1, len(work))
-    for spec in specs.values():
-        for extra in spec.extras:
-            state.pop(extra, None)
-    scales = {spec.weight: spec.scale for spec in specs.values() if spec.scale}
-    for name in list(state):
-        if name in state and name not in scales.values() and name != formats.SCALED_FP8:
-            tensor, scale = state.pop(name), scales.get(name)
-            value = quantize.kept(tensor, state.pop(scale) if scale else None)
-            native[name] = value.clone() if value is tensor and not share else value
+    for layer, spec in specs.items():
+        if spec.weight in state:
+            native[f"{layer}.weight"] = quantize.kept_layer(spec, state.pop, share)
+        for name in spec.names():
+            state.pop(name, None)
+    for name in [name for name in state if name not in formats.FILE_MARKERS and not name.endswith(formats.MARKER)]:
+        tensor = state.pop(name)
+        value = quantize.kept(tensor)
+        native[name] = value.clone() if value is tensor and not share else value
     return native
 
 
@@ -262,7 +285,7 @@ def _make_room(work: list[Decision], device: torch.device) -> None:
     """Ask the host for GPU memory for two layers in float32 with their rotation."""
     import comfy.model_management
 
-    layers = [d for d in work if d.action == "quantise"]
+    layers = [d for d in work if d.action != "adopt"]
     if device.type != "cpu" and layers:
         largest = max(d.shape[0] * d.shape[1] for d in layers)
         comfy.model_management.free_memory(4 * largest * 4, device)
@@ -320,5 +343,6 @@ def _source_line(decisions: list[Decision]) -> str:
             kinds[d.spec.format] = kinds.get(d.spec.format, 0) + 1
     what = ", ".join(f"{count} {name}" for name, count in kinds.items()) or "no layer for INT8"
     rotated = sum(bool(d.rotation_group) for d in decisions if d.is_int8)
-    done = "adopted" if all(d.action != "quantise" for d in decisions) else "quantised while loading"
+    words = {"adopt": "adopted", "convert": "converted", "quantise": "quantised while loading"}
+    done = " and ".join(word for action, word in words.items() if any(d.action == action for d in decisions)) or "kept"
     return f"{what}, {done}, {rotated} rotated"

@@ -49,7 +49,8 @@ _BLOCK_LIST = re.compile(r"(block|layer|refiner)s?$")
 class Decision:
     """What happens to one stored weight.
 
-    action: "adopt" (INT8 in the file), "quantise" (float or fp8 in the file, INT8 in the model) or "keep" (float).
+    action: "adopt" (INT8 in the file, used as it is), "convert" (INT8 of another kind in the file), "quantise" (float, fp8
+        or GGUF in the file); INT8 in the model after each of these; or "keep" (float in the model).
     shape: of the weight, (N, K) for a Linear.
     rotation_group: of the resulting INT8 weight; 0 for none.
     in_block: the weight is a matrix inside a repeated block.
@@ -66,7 +67,7 @@ class Decision:
     @property
     def is_int8(self) -> bool:
         """The layer's weight is INT8 in the model."""
-        return self.action in ("adopt", "quantise")
+        return self.action in ("adopt", "convert", "quantise")
 
 
 def plan(specs: dict[str, LayerSpec], *, rotation: bool = True, protect: str = "", force: str = "") -> list[Decision]:
@@ -88,7 +89,7 @@ def plan(specs: dict[str, LayerSpec], *, rotation: bool = True, protect: str = "
         in_block = len(spec.shape) == 2 and _block_of(layer, lists) is not None
         group = spec.rotation_group
         if spec.kind == "int8":
-            action, reason = "adopt", f"INT8 in the file ({spec.format})"
+            action, reason, group = _stored_int8(layer, spec, rotation, protected)
         else:
             reason = _keep_reason(layer, spec, in_block, prequantised, protected, forced)
             action = "keep" if reason else "quantise"
@@ -106,6 +107,22 @@ def plan(specs: dict[str, LayerSpec], *, rotation: bool = True, protect: str = "
 def rotation_group(in_features: int) -> int:
     """The largest of 256, 64 and 16 that divides `in_features`; 0 when none does."""
     return next((group for group in ROTATION_GROUPS if in_features % group == 0), 0)
+
+
+def _stored_int8(layer: str, spec: LayerSpec, rotation: bool, protected) -> tuple[str, str, int]:
+    """(action, reason, rotation group) of a weight that is INT8 in the file."""
+    if not spec.convert:
+        return "adopt", f"INT8 in the file ({spec.format})", spec.rotation_group
+    told = f"{spec.format} in the file, {spec.convert}"
+    if len(spec.shape) != 2:
+        return "keep", told, 0
+    if _matches(layer, protected):
+        return "keep", f"{told}; protected by a pattern", 0
+    n, k = spec.shape
+    if k % 16 or n % 8:
+        return "keep", f"{told}; {n} x {k} is not a multiple of 8 x 16", 0
+    group = rotation_group(k) if rotation else 0
+    return "convert", f"{told}; again by rows, {'rotated by ' + str(group) if group else 'not rotated'}", group
 
 
 def _keep_reason(layer, spec, in_block, prequantised, protected, forced) -> str:

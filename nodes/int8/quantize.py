@@ -5,12 +5,13 @@ at every use, and its three mantissa bits fit.
 """
 
 import json
+from collections.abc import Callable
 
 import torch
 
 from ...kernels import quantize_rows
 from .checkpoint import CheckpointError
-from .formats import MARKER, NATIVE
+from .formats import MARKER, NATIVE, LayerSpec, dequantise
 from .policy import Decision
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -26,6 +27,42 @@ def marker_tensor(rotation_group: int = 0, full_precision: bool = False) -> torc
     return torch.tensor(list(json.dumps(fields).encode("utf-8")), dtype=torch.uint8)
 
 
+def native_layer(
+    decision: Decision, take: Callable[[str], torch.Tensor], device: torch.device, share: bool = True
+) -> dict[str, torch.Tensor]:
+    """The native tensors of a layer that is INT8 in the model: adopted, converted or quantised.
+
+    Args:
+        take: name -> tensor as the file stores it, each once.
+        device: where weights are converted and quantised.
+        share: adopted codes may be the file's own tensor, not a copy.
+    Raises:
+        CheckpointError: a number is not finite, or the layer's tensors contradict each other.
+    """
+    spec = decision.spec
+    if decision.action == "adopt":
+        weight, scale = take(spec.weight), take(spec.scale)
+        if spec.transposed:
+            return adopted(decision, weight.t().contiguous(), scale)
+        return adopted(decision, weight if share else weight.clone(), scale)
+    if decision.action == "convert" or spec.kind == "gguf":
+        return quantised(decision, dequantise(spec, take, device), None, device)
+    return quantised(decision, take(spec.weight), take(spec.scale) if spec.scale else None, device)
+
+
+def kept_layer(spec: LayerSpec, take: Callable[[str], torch.Tensor], share: bool = True) -> torch.Tensor:
+    """The weight of a layer that is float in the model; INT8 and GGUF codes become bfloat16.
+
+    Args:
+        take, share: as for `native_layer`.
+    """
+    if spec.kind in ("int8", "gguf"):
+        return dequantise(spec, take).to(torch.bfloat16)
+    tensor = take(spec.weight)
+    value = kept(tensor, take(spec.scale) if spec.scale else None)
+    return value.clone() if value is tensor and not share else value
+
+
 def adopted(decision: Decision, weight: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
     """The native tensors of a layer that is INT8 already; the codes are passed on as they are.
 
@@ -35,7 +72,7 @@ def adopted(decision: Decision, weight: torch.Tensor, scale: torch.Tensor) -> di
     Raises:
         CheckpointError: a scale is not finite.
     """
-    scale = _checked(decision, scale.to(torch.float32))
+    scale = _checked(decision, scale.to(torch.float32)) / decision.spec.scale_divisor
     if len(decision.shape) == 2:
         scale = scale.reshape(-1, 1) if decision.spec.per_row else scale.reshape(())
     return _native(decision, weight.contiguous(), scale, decision.spec.full_precision)

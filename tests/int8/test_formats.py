@@ -68,7 +68,7 @@ def test_rotation_of_a_marker(fields, group):
     assert detect(int8_layer(LAYER, fields, ROW, columns=256))[LAYER].rotation_group == group
 
 
-@pytest.mark.parametrize("group", [0, 2, 8, 128, 512, -4, "64", 64.0, True, 1024], ids=repr)
+@pytest.mark.parametrize("group", [0, 2, 3, 96, -4, "64", 64.0, True, 1024, 2048, 8192], ids=repr)
 def test_a_rotation_that_is_not_convrot_stops(group):
     with pytest.raises(CheckpointError, match=f"{LAYER}.comfy_quant"):
         detect(int8_layer(LAYER, {**NATIVE, "convrot": True, "convrot_groupsize": group}, ROW, columns=512))
@@ -143,11 +143,13 @@ def test_int8_under_an_unknown_name_stops_and_names_the_key(suffix):
         detect({LAYER + suffix: codes(), f"{LAYER}.bias": floats(N)})
 
 
-@pytest.mark.parametrize("name", ["int8_blockwise", "convrot_w4a4", "asym_w4a8_int8", "nvfp4", "something_new"])
+@pytest.mark.parametrize("name", ["convrot_w4a4", "asym_w4a8_int8", "w6a8_int8", "nvfp4", "something_new", 3, ["a"]])
 def test_a_marker_of_another_format_stops_and_says_what_to_use(name):
     with pytest.raises(CheckpointError) as caught:
         detect(int8_layer(LAYER, {"format": name}, ROW))
-    assert f"{LAYER}.comfy_quant" in str(caught.value) and name in str(caught.value) and "use " in str(caught.value)
+    assert (
+        f"{LAYER}.comfy_quant" in str(caught.value) and repr(name) in str(caught.value) and "use " in str(caught.value)
+    )
 
 
 def test_the_int8_dtype_beats_an_fp8_marker():
