@@ -13,21 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .int8_matmul_triton import _accumulate, _tile_of, check_compiled
+from .int8_matmul_triton import _accumulate, _scaled, _tile_of, check_compiled
 from .launch import Launcher, is_aligned
-
-
-@triton.jit
-def _scaled(acc, x_scale, w_scale_ptr, bias_ptr, offs_n, mask_n, ROW_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """fp32 [BLOCK_M, BLOCK_N]: acc * x_scale * w_scale + bias."""
-    if ROW_SCALES:
-        w_scale = tl.load(w_scale_ptr + offs_n, mask=mask_n, other=0.0)
-        y = acc.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
-    else:
-        y = acc.to(tl.float32) * x_scale[:, None] * tl.load(w_scale_ptr)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    return y
 
 
 @triton.jit(do_not_specialize=["m"])

@@ -68,6 +68,19 @@ def _accumulate(
 
 
 @triton.jit
+def _scaled(acc, x_scale, w_scale_ptr, bias_ptr, offs_n, mask_n, ROW_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """fp32 [BLOCK_M, BLOCK_N]: acc * x_scale * w_scale + bias. Pointers are at the tile's first column."""
+    if ROW_SCALES:
+        w_scale = tl.load(w_scale_ptr + offs_n, mask=mask_n, other=0.0)
+        y = acc.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
+    else:
+        y = acc.to(tl.float32) * x_scale[:, None] * tl.load(w_scale_ptr)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
 def _store_tile(
     acc,
     x_scale_ptr,
@@ -88,13 +101,7 @@ def _store_tile(
     mask_m = offs_m < left_m
     mask_n = offs_n < left_n
     x_scale = tl.load(x_scale_ptr + offs_m, mask=mask_m, other=0.0)
-    if ROW_SCALES:
-        w_scale = tl.load(w_scale_ptr + offs_n, mask=mask_n, other=0.0)
-        y = acc.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
-    else:
-        y = acc.to(tl.float32) * x_scale[:, None] * tl.load(w_scale_ptr)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    y = _scaled(acc, x_scale, w_scale_ptr, bias_ptr, offs_n, mask_n, ROW_SCALES, HAS_BIAS)
     offs_y = offs_m[:, None] * stride_ym + offs_n[None, :]
     tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 

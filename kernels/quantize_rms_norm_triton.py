@@ -39,10 +39,10 @@ def _quantize_rms_norm_kernel(
         squares += tl.sum(b * b, axis=0)
     inverse_rms = 1.0 / tl.sqrt(squares / k + eps)
     a = a * inverse_rms * tl.load(norm_ptr + offs_a, mask=inside_a, other=0.0).to(tl.float32)
+    if BLOCK_B == 0:
+        b = a
     if BLOCK_B > 0:
         b = b * inverse_rms * tl.load(norm_ptr + offs_b, mask=inside_b, other=0.0).to(tl.float32)
-    else:
-        b = a
     quantize_blocks(q_ptr, scale_ptr + row, a, b, k, GROUP, BLOCK_A, BLOCK_B)
 
 

@@ -1,14 +1,11 @@
 """ComfyUI inside the test process: its modules, the emoji model and a short sampling run."""
 
 import contextlib
-import importlib
-import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from packtest import ROOT
+from packtest.host import import_comfy
 from safetensors import safe_open
 
 DATA = ROOT / "tests" / "demo" / "data"
@@ -22,19 +19,7 @@ LATENT = (1, 128, 8, 8)
 @pytest.fixture(scope="session")
 def comfy():
     """ComfyUI's `comfy` package, imported as its own main program would."""
-    path = str(Path(os.environ["COMFYUI_PATH"]).resolve())
-    arguments = sys.argv
-    sys.argv = ["main.py"] + ([] if torch.cuda.is_available() else ["--cpu"])
-    sys.path.insert(0, path)
-    try:
-        importlib.import_module("comfy.options").enable_args_parsing()
-        for name in ("comfy.sd", "comfy.samplers", "comfy.sample", "comfy.utils", "comfy.lora", "comfy.quant_ops"):
-            importlib.import_module(name)
-        # packs see the host's node list too; it brings the stock nodes
-        importlib.import_module("nodes")
-    finally:
-        sys.argv = arguments
-    return sys.modules["comfy"]
+    return import_comfy("comfy.sd", "comfy.samplers", "comfy.sample", "comfy.utils", "comfy.lora", "comfy.quant_ops")
 
 
 @pytest.fixture(autouse=True)

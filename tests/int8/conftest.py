@@ -1,15 +1,12 @@
 """ComfyUI inside the test process, and small real models to load."""
 
 import contextlib
-import importlib
-import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from packtest import ROOT
 from packtest.checkpoints import floats
+from packtest.host import import_comfy
 from safetensors.torch import save_file
 
 EMOJI = ROOT / "tests" / "demo" / "data" / "emoji_flux2_dit_bf16.safetensors"
@@ -18,16 +15,7 @@ EMOJI = ROOT / "tests" / "demo" / "data" / "emoji_flux2_dit_bf16.safetensors"
 @pytest.fixture(scope="session")
 def comfy():
     """ComfyUI's `comfy` package, imported as its own main program would."""
-    arguments = sys.argv
-    sys.argv = ["main.py"] + ([] if torch.cuda.is_available() else ["--cpu"])
-    sys.path.insert(0, str(Path(os.environ["COMFYUI_PATH"]).resolve()))
-    try:
-        importlib.import_module("comfy.options").enable_args_parsing()
-        for name in ("comfy.sd", "comfy.utils", "comfy.quant_ops", "comfy.ldm.wan.model", "nodes"):
-            importlib.import_module(name)
-    finally:
-        sys.argv = arguments
-    return sys.modules["comfy"]
+    return import_comfy("comfy.sd", "comfy.utils", "comfy.quant_ops", "comfy.ldm.wan.model")
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from packtest import machine_code
 
 ARCHITECTURES = [80, 86, 89, 90]
 SHARED_MEMORY_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
-_EXTRA = Path(os.environ.get("NATIVE_INT8_TRITONS", "/nonexistent"))
+_EXTRA = Path(os.environ.get("NATIVE_INT8_TRITONS") or "/nonexistent")
 TRITONS = {triton.__version__: None} | {folder.name: folder for folder in sorted(_EXTRA.glob("*.*")) if folder.is_dir()}
 
 
