@@ -49,6 +49,15 @@ class LoadDiTNativeINT8(io.ComfyNode):
                     tooltip="Layers to quantise although their name or place would keep them in float: parts of names or "
                     "patterns with *, separated by commas. Less memory, at a risk to quality.",
                 ),
+                io.Boolean.Input(
+                    "keep_copy",
+                    default=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Keep a converted copy on disk and load that the next time: about half the size of the bf16 file, "
+                    "so 6 to 20 GB for each model and setting, for a faster start. Off, since disks are often full of models. "
+                    "The copies are in user/native_int8/cache and may be deleted at any time.",
+                ),
             ],
             outputs=[io.Model.Output(tooltip="The INT8 MODEL. LoRA, offload and saving work as with any other MODEL.")],
             hidden=[io.Hidden.unique_id],
@@ -62,14 +71,16 @@ class LoadDiTNativeINT8(io.ComfyNode):
         return (path, stat and (stat.st_mtime_ns, stat.st_size), sorted(options.items()))
 
     @classmethod
-    def execute(cls, model_name: str, rotation: bool = True, protect: str = "", force: str = "") -> io.NodeOutput:
+    def execute(
+        cls, model_name: str, rotation: bool = True, protect: str = "", force: str = "", keep_copy: bool = False
+    ) -> io.NodeOutput:
         """Load the file and show what became of its layers."""
         from .int8 import status, warm_up
         from .int8.loader import LoadOptions, load_model
         from .int8.report import REPORT_KEY
 
         path = folder_paths.get_full_path_or_raise(FOLDER, model_name)
-        model = load_model(path, LoadOptions(rotation=rotation, protect=protect, force=force))
+        model = load_model(path, LoadOptions(rotation=rotation, protect=protect, force=force, cache=keep_copy))
         line = model.get_attachment(REPORT_KEY).summary() + warm_up.compile_kernels(model)
         status.show(line, cls.hidden.unique_id)
         return io.NodeOutput(model)

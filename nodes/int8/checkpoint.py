@@ -100,6 +100,15 @@ def read_header(path: str) -> Header:
         CheckpointError: the file is missing, empty, cut short, another kind of file, has a damaged header, or holds
             two diffusion models.
     """
+    return _split(str(path), *read_tensors(path))
+
+
+def read_tensors(path: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """All tensors of a safetensors file by their full names, and its metadata.
+
+    Raises:
+        CheckpointError: as `read_header`, except for what the tensors are.
+    """
     path = str(path)
     if not os.path.isfile(path):
         raise CheckpointError(
@@ -111,7 +120,8 @@ def read_header(path: str) -> Header:
         start = file.read(64)
         lowered = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
         for magic, got, todo in _BAD_STARTS:
-            if lowered.startswith(magic):
+            # a header of 640 bytes starts as a pickle does
+            if lowered.startswith(magic) and not (magic == b"\x80\x02" and start[7:9] == b"\0{"):
                 raise _broken(path, f"it {got}", todo)
         if size < 8:
             raise _broken(path, f"it has {size} bytes", again)
@@ -134,7 +144,7 @@ def read_header(path: str) -> Header:
     data_bytes = size - 8 - length
     tensors = {name: _tensor_info(path, name, entry, data_bytes) for name, entry in entries.items()}
     _check_ranges(path, tensors, data_bytes)
-    return _split(path, tensors, {str(k): v for k, v in metadata.items() if isinstance(v, str)})
+    return tensors, {str(k): v for k, v in metadata.items() if isinstance(v, str)}
 
 
 _TORCH_NAMES = {

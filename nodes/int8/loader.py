@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.capability import detect as detect_device
-from . import formats, host_backend, policy, quantize
-from .checkpoint import CheckpointError, Header, header_of, part_names, read_header
+from . import cache, formats, host_backend, policy, quantize, shards
+from .checkpoint import CheckpointError, Header, header_of, part_names
 from .policy import Decision
 from .report import REPORT_KEY, LoadReport
 
@@ -34,6 +34,7 @@ class LoadOptions:
     protect, force: patterns of layers to keep in float, or to quantise against the rule; see `policy.plan`.
     device: where weights are quantised, for instance "cpu"; None for the device that runs the model.
     branch: which model of a file that holds two: "auto" (the conditional one), "conditional" or "unconditional".
+    cache: keep the result of a conversion as a native file and load that the next time; see `cache`.
     """
 
     rotation: bool | str = True
@@ -41,6 +42,7 @@ class LoadOptions:
     force: str = ""
     device: str | None = None
     branch: str = "auto"
+    cache: bool = False
 
 
 def load_model(path: str, options: LoadOptions | None = None, disable_dynamic: bool = False):
@@ -58,13 +60,13 @@ def load_model(path: str, options: LoadOptions | None = None, disable_dynamic: b
     if formats.is_gguf(path):
         header, state = formats.read_gguf(path)
     else:
-        header = read_header(path)
-        if not path.lower().endswith(_EXTENSIONS):
+        header = shards.read_header(path)
+        if not path.lower().endswith((*_EXTENSIONS, shards.INDEX)):
             raise CheckpointError(
                 f"{path}: a safetensors file under another extension. {' or '.join(_EXTENSIONS)} is needed; rename it."
             )
         # the host's memory map also feeds its dynamic VRAM straight from the file
-        state = _open(path)
+        state = _open_all(path)
     state = {name: state[header.key(name)] for name in header.tensors}
     model, report = _build(header, state, options, None, disable_dynamic, share=True)
     model.cached_patcher_init = (load_model, (path, options))
@@ -137,6 +139,13 @@ def _open(path: str) -> dict[str, torch.Tensor]:
         ) from error
 
 
+def _open_all(path: str) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = {}
+    for file in shards.files_of(path):
+        state.update(_open(file))
+    return state
+
+
 @torch.no_grad()
 def _build(header: Header, state: dict, options: LoadOptions, progress, disable_dynamic: bool, share: bool):
     """Plan, convert and load.
@@ -159,8 +168,20 @@ def _build(header: Header, state: dict, options: LoadOptions, progress, disable_
     notes += [*formats.sentences(doubts), *formats.name_notes(header, specs)]
     notes += formats.rotation_notes(specs, state.__getitem__)
     decisions = policy.plan(specs, rotation=bool(options.rotation), protect=options.protect, force=options.force)
-    native = _convert(specs, decisions, state, options, progress, share)
     metadata = {k: v for k, v in header.metadata.items() if k != formats.METADATA}
+    native = None
+    if options.cache and share and any(d.is_int8 and d.action != "adopt" for d in decisions):
+        source = dict(state)
+        native, more = cache.fetch(
+            header,
+            options,
+            lambda sink: _convert(specs, decisions, source, options, progress, True, sink),
+            _open,
+            metadata,
+        )
+        notes += more
+    if native is None:
+        native = _convert(specs, decisions, state, options, progress, share)
     model = comfy.sd.load_diffusion_model_state_dict(native, metadata=metadata, disable_dynamic=disable_dynamic)
     if model is None:
         raise _unknown_model(header)
@@ -252,9 +273,12 @@ def _unknown_model(header: Header) -> CheckpointError:
 
 
 def _convert(
-    specs: dict, decisions: list[Decision], state: dict, options: LoadOptions, progress, share: bool
+    specs: dict, decisions: list[Decision], state: dict, options: LoadOptions, progress, share: bool, native=None
 ) -> dict[str, torch.Tensor]:
-    """The native state dict, one layer at a time; `state` loses each tensor as it is used."""
+    """The native state dict, one layer at a time; `state` loses each tensor as it is used.
+
+    native: takes the tensors as a dict does; None for a new dict.
+    """
     import comfy.model_management
     import comfy.utils
 
@@ -264,7 +288,7 @@ def _convert(
     if progress is None:
         bar = comfy.utils.ProgressBar(max(len(work), 1))
         progress = bar.update_absolute
-    native: dict[str, torch.Tensor] = {}
+    native = {} if native is None else native
     for done, decision in enumerate(work):
         comfy.model_management.throw_exception_if_processing_interrupted()
         native.update(quantize.native_layer(decision, state.pop, device, share))

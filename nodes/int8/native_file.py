@@ -9,6 +9,7 @@ Tensors of a size that is no multiple of 8 bytes come last: every tensor then st
 without gaps, which the format does not allow.
 """
 
+import hashlib
 import json
 import os
 import secrets
@@ -35,12 +36,20 @@ class NativeFile:
         path: final name; an existing file is replaced in one step at the end.
         names: of the tensors that the content is made of, for the size of the header.
         metadata: str -> str of the source, kept; `_quantization_metadata` is replaced.
+        table_key: name under which the metadata gets the hash of the table of tensors; "" for none.
     Raises:
         OSError: the disk is full, or the folder is not there or cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike, names: Iterable[str], metadata: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        names: Iterable[str],
+        metadata: Mapping[str, str] | None = None,
+        table_key: str = "",
+    ):
         self.path = Path(path)
+        self._table_key = table_key
         self.metadata = {key: value for key, value in (metadata or {}).items() if key != METADATA}
         self.tensors: dict[str, TensorInfo] = {}
         self._layers: dict[str, dict] = {}
@@ -100,6 +109,8 @@ class NativeFile:
             self._write(name, tensor)
         if self._layers:
             self.metadata[METADATA] = json.dumps({"format_version": "1.0", "layers": self._layers})
+        if self._table_key:
+            self.metadata[self._table_key] = table_hash(self.tensors)
         header = header_json(self.tensors, self.metadata)
         if len(header) > self._header_bytes:
             raise ValueError(
@@ -127,3 +138,8 @@ def header_json(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) 
     for name, info in tensors.items():
         entries[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [info.start, info.end]}
     return json.dumps(entries, separators=(",", ":")).encode("utf-8")
+
+
+def table_hash(tensors: Mapping[str, TensorInfo]) -> str:
+    """SHA-256 over names, dtypes, shapes and places of tensors, in any order."""
+    return hashlib.sha256(header_json(dict(sorted(tensors.items())), {})).hexdigest()

@@ -14,6 +14,8 @@ from .checkpoint import CheckpointError
 from .formats import MARKER, NATIVE, LayerSpec, dequantise
 from .policy import Decision
 
+# counts up when the same weight would give other codes or scales; converted copies carry it
+VERSION = 1
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

@@ -153,14 +153,14 @@ def test_a_lora_is_baked_as_it_runs(loaded, comfy, emoji_file, forward, tmp_path
 @pytest.mark.comfy
 def test_a_lora_is_refused_when_asked(comfy, emoji_file, tmp_path):
     patched = with_lora(load_model(emoji_file))
-    with pytest.raises(save.SaveError, match="on 3 weights.*set loras to bake"):
+    with pytest.raises(save.SaveError, match=r"on 3 weights.*set loras to bake"):
         save.save_model(patched, str(tmp_path / "no.safetensors"), "refuse")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.comfy
 def test_a_float_model_is_refused(comfy, emoji_file, tmp_path):
-    with pytest.raises(save.SaveError, match="without INT8 weights.*INT8 Patch Model"):
+    with pytest.raises(save.SaveError, match=r"without INT8 weights.*INT8 Patch Model"):
         save.save_model(comfy.sd.load_diffusion_model(emoji_file), str(tmp_path / "no.safetensors"))
 
 
