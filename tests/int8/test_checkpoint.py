@@ -104,6 +104,13 @@ def test_a_damaged_header_is_a_clear_error(tmp_path, header):
         read_header(write(tmp_path / "model.safetensors", header, bytes(16)))
 
 
+def test_no_length_of_a_header_is_taken_for_another_kind_of_file(tmp_path):
+    for padding in range(2600):
+        header = json.dumps({"a": entry()}).encode() + b" " * padding
+        if len(header) % 256 in (0x3C, 0x47, 0x50, 0x80, 0x09, 0x20):
+            assert read_header(write(tmp_path / "model.safetensors", header, bytes(16))).tensors
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="no such file"):
         read_header(str(tmp_path / "none.safetensors"))

@@ -34,17 +34,26 @@ def int8_layer(name: str, fields: dict | None, scale: torch.Tensor, rows: int = 
     return tensors
 
 
+def metadata_twin(layers: dict[str, dict]) -> dict[str, str]:
+    """File metadata that holds the markers of all layers."""
+    return {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+
+
+def regular_matrix(group: int) -> torch.Tensor:
+    """ConvRot's matrix, float64 [group, group], written out from its definition."""
+    base = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < group:
+        matrix = torch.kron(matrix, base)
+    return matrix / group**0.5
+
+
 def dequantised(weight: torch.Tensor, scale: torch.Tensor, group: int = 0) -> torch.Tensor:
     """w = q * scale, rotated back by groups of `group` columns: float64 [N, K], written out from the definition."""
     values = weight.double() * scale.double().reshape(-1, 1)
     if not group:
         return values
-    base = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64)
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while matrix.shape[0] < group:
-        matrix = torch.kron(matrix, base)
-    matrix /= group**0.5
-    return (values.reshape(-1, group) @ matrix).reshape(values.shape)
+    return (values.reshape(-1, group) @ regular_matrix(group)).reshape(values.shape)
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
