@@ -119,6 +119,7 @@ def recorder(monkeypatch):
 
 
 def test_starter_passes_what_tritons_own_launch_passes(recorder):
+    pytest.importorskip("triton.knobs", reason="this Triton is older than its knobs and takes its own launch")
     Starter(recorder, 1)(7, (10, 20, 30))
     assert recorder.direct == [(7, 1, 1, "stream 1", "function", "metadata", None, None, None, 10, 20, 30)]
     assert recorder.through_triton == []
@@ -140,6 +141,7 @@ def test_starter_leaves_the_launch_to_triton_while_a_profiler_listens(recorder):
 
 
 def test_launcher_keeps_aligned_kernels_only(recorder):
+    pytest.importorskip("triton.knobs", reason="this Triton is older than its knobs and takes its own launch")
     class Kernel:
         def __getitem__(self, grid):
             return lambda *arguments, **options: recorder
