@@ -6,6 +6,17 @@ import folder_paths
 from comfy_api.latest import io
 
 FOLDER = "diffusion_models"
+BRANCHES = ["auto", "conditional", "unconditional"]
+
+
+def files() -> list[str]:
+    """The model files that ComfyUI lists, and GGUF files, which it does not."""
+    names = set(folder_paths.get_filename_list(FOLDER))
+    for folder in folder_paths.get_folder_paths(FOLDER):
+        if os.path.isdir(folder):
+            found, _ = folder_paths.recursive_search(folder, excluded_dir_names=[".git"])
+            names.update(folder_paths.filter_files_extensions(found, [".gguf"]))
+    return sorted(names)
 
 
 class LoadDiTNativeINT8(io.ComfyNode):
@@ -23,9 +34,10 @@ class LoadDiTNativeINT8(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=folder_paths.get_filename_list(FOLDER),
-                    tooltip="A safetensors file of models/diffusion_models (or models/unet). A native INT8 file loads as it "
-                    "is; bf16, fp16, fp32 and fp8 files are quantised while they load, one layer at a time.",
+                    options=files(),
+                    tooltip="A file of models/diffusion_models (or models/unet). INT8 files of nearly all makers load as they "
+                    "are or are converted; bf16, fp16, fp32, fp8 and GGUF Q8_0 files are quantised while they load, one "
+                    "layer at a time.",
                 ),
                 io.Boolean.Input(
                     "rotation",
@@ -58,6 +70,15 @@ class LoadDiTNativeINT8(io.ComfyNode):
                     "so 6 to 20 GB for each model and setting, for a faster start. Off, since disks are often full of models. "
                     "The copies are in user/native_int8/cache and may be deleted at any time.",
                 ),
+                io.Combo.Input(
+                    "branch",
+                    options=BRANCHES,
+                    default="auto",
+                    optional=True,
+                    advanced=True,
+                    tooltip="Only for a file that holds two models for guidance, such as Transformer Lab's Ideogram 4: which of "
+                    "them to load. auto is the conditional one, and right for all other files. No cost.",
+                ),
             ],
             outputs=[io.Model.Output(tooltip="The INT8 MODEL. LoRA, offload and saving work as with any other MODEL.")],
             hidden=[io.Hidden.unique_id],
@@ -72,7 +93,13 @@ class LoadDiTNativeINT8(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model_name: str, rotation: bool = True, protect: str = "", force: str = "", keep_copy: bool = False
+        cls,
+        model_name: str,
+        rotation: bool = True,
+        protect: str = "",
+        force: str = "",
+        keep_copy: bool = False,
+        branch: str = "auto",
     ) -> io.NodeOutput:
         """Load the file and show what became of its layers."""
         from .int8 import status, warm_up
@@ -80,7 +107,8 @@ class LoadDiTNativeINT8(io.ComfyNode):
         from .int8.report import REPORT_KEY
 
         path = folder_paths.get_full_path_or_raise(FOLDER, model_name)
-        model = load_model(path, LoadOptions(rotation=rotation, protect=protect, force=force, cache=keep_copy))
+        options = LoadOptions(rotation=rotation, protect=protect, force=force, branch=branch, cache=keep_copy)
+        model = load_model(path, options)
         line = model.get_attachment(REPORT_KEY).summary() + warm_up.compile_kernels(model)
         status.show(line, cls.hidden.unique_id)
         return io.NodeOutput(model)
