@@ -366,7 +366,10 @@ def _source_line(decisions: list[Decision]) -> str:
         if d.is_int8:
             kinds[d.spec.format] = kinds.get(d.spec.format, 0) + 1
     what = ", ".join(f"{count} {name}" for name, count in kinds.items()) or "no layer for INT8"
-    rotated = sum(bool(d.rotation_group) for d in decisions if d.is_int8)
+    groups = Counter(d.rotation_group for d in decisions if d.is_int8 and d.rotation_group)
+    rotated = f"{sum(groups.values())} rotated"
+    if groups:
+        rotated += f" (by {', '.join(f'{group}: {groups[group]}' for group in sorted(groups, reverse=True))})"
     words = {"adopt": "adopted", "convert": "converted", "quantise": "quantised while loading"}
     done = " and ".join(word for action, word in words.items() if any(d.action == action for d in decisions)) or "kept"
-    return f"{what}, {done}, {rotated} rotated"
+    return f"{what}, {done}, {rotated}"

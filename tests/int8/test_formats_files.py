@@ -1,5 +1,6 @@
 """Files of every maker: what the loader makes of them is what the maker means."""
 
+import json
 from collections import Counter
 
 import pytest
@@ -225,6 +226,32 @@ def test_normal_weights_give_no_doubt():
     for i in range(10):
         tensors.update(by_rows(None)(f"blocks.{i}.ff", floats(64, 512, seed=i)).tensors)
     assert not formats.rotation_notes(detect(tensors)[0], tensors.__getitem__)
+
+
+@pytest.mark.parametrize("name", ["quantization_config.json", "config.json", None])
+def test_sdnqs_rotation_is_seen_in_its_settings(name, tmp_path):
+    path = str(tmp_path / "model.safetensors")
+    tensors = MAKERS["sdnq"].file()[0]
+    for use in (False, True):
+        settings = json.dumps({"weights_dtype": "int8", "use_hadamard": use})
+        if name == "config.json":
+            settings = f'{{"quantization_config": {settings}}}'
+        save_file(tensors, path, None if name else {"quantization_config": settings})
+        if name:
+            (tmp_path / name).write_text(settings)
+        if use:
+            with pytest.raises(CheckpointError, match="use_hadamard"):
+                load(path)
+        else:
+            load(path)
+
+
+def test_a_convolution_with_one_scale_is_kept():
+    codes = torch.arange(-108, 108).reshape(8, 3, 3, 3).clamp(-128, 127).to(torch.int8)
+    tensors = {"in.weight": codes, "in.weight_scale": torch.tensor(0.5), "in.comfy_quant": marker(b"int8_tensorwise")}
+    specs, _ = detect(tensors)
+    assert [d.action for d in policy.plan(specs)] == ["keep"]
+    assert torch.equal(quantize.kept_layer(specs["in"], tensors.__getitem__).float(), codes.float() * 0.5)
 
 
 def test_sylvester_is_not_convrot():

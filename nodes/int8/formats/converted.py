@@ -3,12 +3,16 @@
 The detectors of this file come before `native.int8`, which would take these layers for plain rows.
 """
 
-from ..checkpoint import FLOAT_DTYPES, TensorInfo
+import json
+import os
+
+from ..checkpoint import FLOAT_DTYPES, CheckpointError, Header, TensorInfo
 from .markers import small_number
-from .native import check_rows, check_scale_there, is_transposed, maker, rotation
+from .native import check_rows, check_scale_there, is_transposed, maker
 from .spec import BLOCKS, LayerSpec, Stored
 
 _QUAROT, _SIGMA = ".quarot_hadamard", ".hadanorm_sigma"
+_MAX_SETTINGS_BYTES = 1 << 22
 
 
 def _spec(stored: Stored, format: str, why: str, parts: dict[str, str] | None = None, **fields) -> LayerSpec:
@@ -172,6 +176,31 @@ def sdnq(stored: Stored) -> LayerSpec | None:
     return _spec(stored, "SDNQ", why, parts, shape=shape, transposed=transposed, per_row=scale.count > 1)
 
 
+def check_sdnq_settings(header: Header) -> None:
+    """Stop where SDNQ's settings, in the metadata or beside the file, say that its weights are rotated.
+
+    The rotation leaves no trace in the tensors, so such a file would load and draw noise.
+    """
+    folder = os.path.dirname(header.path)
+    texts = [header.metadata.get("quantization_config", ""), header.metadata.get("config", "")]
+    for name in ("quantization_config.json", "config.json"):
+        place = os.path.join(folder, name)
+        if os.path.isfile(header.path) and os.path.isfile(place) and os.path.getsize(place) < _MAX_SETTINGS_BYTES:
+            with open(place, encoding="utf-8", errors="replace") as file:
+                texts.append(file.read())
+    for text in texts:
+        try:
+            settings = json.loads(text) if text else None
+        except (ValueError, RecursionError):
+            continue
+        settings = settings.get("quantization_config", settings) if isinstance(settings, dict) else None
+        if isinstance(settings, dict) and settings.get("use_hadamard") is True:
+            raise CheckpointError(
+                f"{header.path}: its SDNQ settings say use_hadamard, a rotation this loader does not undo. SDNQ weights "
+                "without it are needed; use SDNQ's own loader, or the model's bf16 or fp8 file."
+            )
+
+
 def bitsandbytes_layout(stored: Stored, read_tensor) -> None:
     """Raises: CheckpointError when a bitsandbytes weight is stored in the tile order of one GPU family."""
     name = stored.layer + ".weight_format"
@@ -184,6 +213,3 @@ def bitsandbytes_layout(stored: Stored, read_tensor) -> None:
                 "save the model again with bitsandbytes 0.45 or newer, or use its bf16 file",
                 ".weight_format",
             )
-
-
-__all__ = ["bitsandbytes_layout", "blocks", "rotation", "sdnq", "smoothed", "toolkit"]

@@ -82,6 +82,8 @@ def detect(
         specs[layer] = spec
         used.update(spec.names())
     _check_leftovers(header, used)
+    if any(spec.format == "SDNQ" for spec in specs.values()):
+        converted.check_sdnq_settings(header)
     return specs
 
 
