@@ -37,7 +37,12 @@ def check_group(k: int, group: int) -> None:
 
 
 def rotate_torch(x: torch.Tensor, group: int) -> torch.Tensor:
-    """x [M, K] float -> [M, K] fp32, rotated by a matrix product."""
+    """x [M, K] float -> [M, K] fp32, rotated by a matrix product; on a CPU by two, of H(group) = H(outer) x H(inner)."""
+    if x.device.type == "cpu" and group >= 64:
+        inner = 64 if group == 1024 else 16
+        # about a fifth of the multiplications
+        rows = (x.float().reshape(-1, inner) @ hadamard(inner, x.device)).view(-1, group // inner, inner)
+        return torch.matmul(hadamard(group // inner, x.device), rows).reshape(x.shape)
     return (x.float().reshape(-1, group) @ hadamard(group, x.device)).reshape(x.shape)
 
 

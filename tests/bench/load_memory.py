@@ -28,7 +28,7 @@ WAYS = ("plain", "int8", "unrotated", "cached", "again")
 
 
 def write_model(path: Path, size_bytes: int) -> int:
-    """A Wan 2.1 model in bf16 of about `size_bytes`, layer by layer; the bytes of its largest Linear."""
+    """A Wan 2.1 model in bf16 of about `size_bytes`, layer by layer; the bytes of the largest Linear that is quantised."""
     import comfy.ldm.wan.model
     import comfy.ops
     from native_int8.nodes.int8.native_file import NativeFile
@@ -47,7 +47,7 @@ def write_model(path: Path, size_bytes: int) -> int:
         for name, value in state.items():
             tensor = noise[: value.numel()].reshape(value.shape)
             file[name] = tensor + 1 if "norm" in name else tensor
-    return 2 * max(v.numel() for v in state.values() if v.dim() == 2)
+    return 2 * dim * ffn
 
 
 def anonymous_bytes() -> int:
