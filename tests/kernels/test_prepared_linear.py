@@ -142,6 +142,7 @@ def test_starter_leaves_the_launch_to_triton_while_a_profiler_listens(recorder):
 
 def test_launcher_keeps_aligned_kernels_only(recorder):
     pytest.importorskip("triton.knobs", reason="this Triton is older than its knobs and takes its own launch")
+
     class Kernel:
         def __getitem__(self, grid):
             return lambda *arguments, **options: recorder
