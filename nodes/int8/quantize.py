@@ -13,6 +13,7 @@ from ...kernels import quantize_rows
 from .checkpoint import CheckpointError
 from .formats import MARKER, NATIVE, LayerSpec, dequantise
 from .policy import Decision
+from .scale_search import quantize_rows_mse
 
 # counts up when the same weight would give other codes or scales; converted copies carry it
 VERSION = 1
@@ -30,7 +31,11 @@ def marker_tensor(rotation_group: int = 0, full_precision: bool = False) -> torc
 
 
 def native_layer(
-    decision: Decision, take: Callable[[str], torch.Tensor], device: torch.device, share: bool = True
+    decision: Decision,
+    take: Callable[[str], torch.Tensor],
+    device: torch.device,
+    share: bool = True,
+    mse: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The native tensors of a layer that is INT8 in the model: adopted, converted or quantised.
 
@@ -38,6 +43,7 @@ def native_layer(
         take: name -> tensor as the file stores it, each once.
         device: where weights are converted and quantised.
         share: adopted codes may be the file's own tensor, not a copy.
+        mse: search the scales of quantised rows for the least squared error.
     Raises:
         CheckpointError: a number is not finite, or the layer's tensors contradict each other.
     """
@@ -48,8 +54,8 @@ def native_layer(
             return adopted(decision, weight.t().contiguous(), scale)
         return adopted(decision, weight if share else weight.clone(), scale)
     if decision.action == "convert" or spec.kind == "gguf":
-        return quantised(decision, dequantise(spec, take, device), None, device)
-    return quantised(decision, take(spec.weight), take(spec.scale) if spec.scale else None, device)
+        return quantised(decision, dequantise(spec, take, device), None, device, mse)
+    return quantised(decision, take(spec.weight), take(spec.scale) if spec.scale else None, device, mse)
 
 
 def kept_layer(spec: LayerSpec, take: Callable[[str], torch.Tensor], share: bool = True) -> torch.Tensor:
@@ -81,7 +87,7 @@ def adopted(decision: Decision, weight: torch.Tensor, scale: torch.Tensor) -> di
 
 
 def quantised(
-    decision: Decision, weight: torch.Tensor, scale: torch.Tensor | None, device: torch.device
+    decision: Decision, weight: torch.Tensor, scale: torch.Tensor | None, device: torch.device, mse: bool = False
 ) -> dict[str, torch.Tensor]:
     """Quantise one float or fp8 weight by rows on `device`; the result is on the CPU.
 
@@ -90,6 +96,7 @@ def quantised(
     Args:
         weight: [N, K] any float dtype or fp8.
         scale: of an fp8 weight, 1 or N elements; None otherwise.
+        mse: with the scale of least squared error of each row; see `scale_search`.
     Returns:
         `<layer>.weight` [N, K] int8, `<layer>.weight_scale` [N, 1] float32, `<layer>.comfy_quant` uint8.
     Raises:
@@ -100,7 +107,8 @@ def quantised(
         values = values.to(torch.float32)
     if scale is not None:
         values = values * scale.to(device=device, dtype=torch.float32).reshape(-1, 1)
-    codes, row_scale = quantize_rows(values, rotation_group=decision.rotation_group)
+    quantise = quantize_rows_mse if mse else quantize_rows
+    codes, row_scale = quantise(values, rotation_group=decision.rotation_group)
     return _native(decision, codes.cpu(), _checked(decision, row_scale.cpu()))
 
 
