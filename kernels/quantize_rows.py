@@ -48,7 +48,9 @@ def quantize_rows_torch(
         amax = amax.masked_fill(bad, 1.0).clamp(min=127 * MIN_SCALE)
         # tensors, not Python numbers: CUDA divides by a number through its reciprocal, which rounds differently
         most = torch.full_like(amax, 127.0)
-        codes = (v * (most / amax)).round_()
+        # v is x itself when nothing was done to it
+        own = bool(rotation_group or input_act or x.dtype != torch.float32)
+        codes = torch.mul(v, most / amax, out=v if own else None).round_()
         # on a GPU the question would wait for it
         if not on_cpu or bad.any():
             codes.masked_fill_(bad, 0.0)
