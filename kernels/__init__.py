@@ -1,13 +1,13 @@
 """INT8 linear algebra for diffusion transformers: the ops. Imports torch and triton only.
 
-op              | what it does                                              | Triton kernel            | plain PyTorch
-quantize_rows   | float rows -> int8 codes and one scale per row            | quantize_rows_triton.py  | quantize_rows.py
-quantize_rms_norm: the same with an RMSNorm in front, in one pass   | quantize_rms_norm_triton.py | quantize_rms_norm.py
-rotate          | grouped Hadamard rotation of the columns (ConvRot)        | rotate_triton.py         | rotate.py
-int8_matmul     | int8 x int8 -> int32, scales and bias in the epilogue     | int8_matmul_triton.py    | int8_matmul.py
-int8_linear     | act? + rotate? + quantize_rows + int8_matmul: one Linear  | (the kernels above)      | int8_linear.py
-int8_linear_swiglu, int8_linear_residual: the same with SwiGLU of two weights, or gate * y + residual, in the epilogue
-                                                          (int8_linear_fused.py, int8_matmul_fused_triton.py)
+op                   | what it does                                          | Triton                       | plain PyTorch
+quantize_rows        | float rows -> int8 codes and one scale per row        | quantize_rows_triton.py      | quantize_rows.py
+quantize_rms_norm    | the same with an RMSNorm in front, in one pass        | quantize_rms_norm_triton.py  | quantize_rms_norm.py
+rotate               | grouped Hadamard rotation of the columns (ConvRot)    | rotate_triton.py             | rotate.py
+int8_matmul          | int8 x int8 -> int32, scales and bias in the epilogue | int8_matmul_triton.py, _tma_ | int8_matmul.py
+int8_linear          | act? + rotate? + quantise + matmul: one Linear        | (the kernels above)          | int8_linear.py
+int8_linear_swiglu   | two Linears with SwiGLU in the epilogue               | int8_matmul_fused_triton.py  | int8_linear_fused.py
+int8_linear_residual | a Linear with gate and residual in the epilogue       | int8_matmul_fused_triton.py  | int8_linear_fused.py
 
 Around them: capability.py (what this GPU can do), dispatch.py (which implementation, and why not the others),
 tiles.py (which tile), tile_search.py, tuning.py and tuned.py (measure a card's own tiles, on request), warmup.py

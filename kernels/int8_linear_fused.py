@@ -8,6 +8,9 @@ The two weights of a SwiGLU stay two tensors (or two halves of one); nothing is 
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 
 from .capability import detect
@@ -16,6 +19,8 @@ from .int8_matmul import OUT_DTYPES, as_bias, as_scales, check_weight, matmul_2d
 from .launch import is_aligned, on_device
 from .quantize_rows import input_features, quantize_2d
 from .tiles import pick, sm_of
+
+log = logging.getLogger("native_int8.int8_linear_fused")
 
 
 def _prepare(x, weight, rotation_group, input_act, implementation, op):
@@ -26,6 +31,17 @@ def _prepare(x, weight, rotation_group, input_act, implementation, op):
     chosen = choose_for(device, facts, implementation).implementation
     q_x, x_scale = quantize_2d(x.reshape(-1, x.shape[-1]), rotation_group, input_act, chosen)
     return device, chosen, q_x, x_scale
+
+
+@functools.cache
+def _say_copied(n: int, k: int) -> None:
+    """Say once per shape that a call copies its weights."""
+    log.warning(
+        "int8_linear_swiglu copies its weights [%d, %d] on every call: they do not start at a multiple of 16 bytes, or "
+        "their rows are spaced differently. Keep both contiguous.",
+        n,
+        k,
+    )
 
 
 def _columns_contiguous(t: torch.Tensor) -> torch.Tensor:
@@ -52,6 +68,7 @@ def int8_linear_swiglu(
     Args:
         x: [..., K] float16, bfloat16 or float32.
         gate_weight, up_weight: [N, K] int8, rotated offline alike; rows may be strided (halves of one [2N, K] tensor).
+            Weights that do not start at a multiple of 16 bytes are copied on every call, with a warning.
         gate_scale, up_scale: 1 or N values each, the same number.
         gate_bias, up_bias: [N] any float dtype, both or none.
         rotation_group: 0, or 4, 16, 64, 256, 1024 dividing K.
@@ -91,6 +108,7 @@ def int8_linear_swiglu(
         gate_weight, up_weight = _columns_contiguous(gate_weight), _columns_contiguous(up_weight)
         # the kernel steps from one weight to the other in units of 16 bytes
         if gate_weight.stride(0) != up_weight.stride(0) or not is_aligned(gate_weight.data_ptr(), up_weight.data_ptr()):
+            _say_copied(n, k)
             gate_weight, up_weight = gate_weight.clone().contiguous(), up_weight.clone().contiguous()
         tile = pick(device, q_x.shape[0], 2 * n, k)
         with on_device(x.device):

@@ -96,7 +96,7 @@ OTHER_ADA = Outlook(
     (Claim("Matrix product on an L40: 416 to 423 TOPS int8.", PUBLISHED, "sglang #2774"),),
 )
 HOPPER = Outlook(
-    "INT8 wins a little; FP8 is at least as fast here.",
+    "INT8 wins moderately; FP8 is at least as fast here.",
     "bf16 is fast on Hopper, so attention and the small operations take most of a step.",
     (
         Claim("Ideogram 4 class, one forward at 1024 px: 173.5 ms bf16, 134.7 ms INT8 (1.29x).", MEASURED, "H200"),

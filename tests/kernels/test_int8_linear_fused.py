@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from native_int8.kernels import UnsupportedInput, int8_linear_residual, int8_linear_swiglu, quantize_rows, reference
+from native_int8.kernels import (
+    UnsupportedInput,
+    int8_linear_fused,
+    int8_linear_residual,
+    int8_linear_swiglu,
+    quantize_rows,
+    reference,
+)
 from packtest.checks import assert_close
 from packtest.shapes import activation, generator
 
@@ -45,11 +52,13 @@ def test_swiglu_of_the_halves_of_one_weight(impl, device):
     assert_close(y, expected, 1e-5, "y")
 
 
-def test_swiglu_with_rotation_and_odd_weight_addresses(impl, device):
+def test_swiglu_with_rotation_and_odd_weight_addresses(impl, device, caplog):
     x = activation(9, 64, torch.float32, device)
     (wg, sg), (wu, su) = (weight(24, 64, device, seed, 16) for seed in (4, 5))
     shifted = torch.empty(24 * 64 + 1, dtype=torch.int8, device=device)[1:].reshape(24, 64).copy_(wu)
+    int8_linear_fused._say_copied.cache_clear()
     y = int8_linear_swiglu(x, wg, sg, shifted, su, rotation_group=16, implementation=impl)
+    assert ("copies its weights [24, 64]" in caplog.text) == (impl == "triton")
     expected = torch.nn.functional.silu(linear(x, wg, sg, None, 16)) * linear(x, wu, su, None, 16)
     assert_close(y, expected, 3e-2, "y")
 
