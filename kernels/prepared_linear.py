@@ -3,6 +3,7 @@
 `int8_linear` checks its arguments and looks up implementation, tile and machine code on every call. Here a layer's
 facts are checked once; a call allocates one buffer for codes and scales and one for the output and starts two kernels
 whose arguments are kept per number of rows. The object holds no tensor, so it keeps no weight in memory.
+Linears that read one tensor can pass the quantised rows on: `with_rows` takes and returns them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from .int8_matmul import check_weight, int8_matmul_torch
 from .launch import is_aligned, on_device
 from .quantize_rows import quantize_2d
 from .tiles import pick, sm_of
+
+# equal kinds are one object, so that comparing them costs a call nothing
+_rows_kinds: dict[tuple, tuple] = {}
 
 # plans are kept for this many numbers of rows; a picture needs two or three
 MAX_PLANS = 64
@@ -39,7 +43,8 @@ class PreparedLinear:
         UnsupportedInput: a weight, scale, group or activation that is not listed here.
         NoImplementation: the named implementation cannot run on this device.
 
-    Attributes: device; implementation ("triton" or "torch"); columns that x must have.
+    Attributes: device; implementation ("triton" or "torch"); columns that x must have; rows_kind: rows that one layer
+    quantised fit another exactly if this is the same object.
     """
 
     __slots__ = (
@@ -54,6 +59,7 @@ class PreparedLinear:
         "columns",
         "device",
         "implementation",
+        "rows_kind",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +91,8 @@ class PreparedLinear:
         ).implementation
         self._n, self._k, self._group, self._act = n, k, rotation_group, input_act
         self.columns = 2 * k if input_act == "swiglu" else k
+        kind = (self.device, self.implementation, self.columns, rotation_group, input_act)
+        self.rows_kind = _rows_kinds.setdefault(kind, kind)
         self._row_scales = weight_scale.numel() > 1
         self._weight_stride = weight.stride(0)
         self._plans: dict[tuple, _Plan] = {}
@@ -100,14 +108,34 @@ class PreparedLinear:
         Returns:
             [..., N] in the dtype of x, contiguous, equal to `int8_linear` bit for bit.
         """
+        return self.with_rows(x, weight, weight_scale, bias)[0]
+
+    def with_rows(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        rows: torch.Tensor | tuple | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | tuple | None]:
+        """Run the layer with rows that another layer of the same `rows_kind` quantised from the same x.
+
+        Args:
+            x, weight, weight_scale, bias: as in a call; x is not read when rows are given.
+            rows: what the other layer's `with_rows` returned; None to quantise x here.
+        Returns:
+            the output, and the rows for the next layer: for "triton" int8 [M * K padded to 16 bytes + 4 M], codes and
+            then float32 scales; for "torch" codes [M, K] and scales [M]. None without rows or without outputs.
+        """
         y = torch.empty((*x.shape[:-1], self._n), dtype=x.dtype, device=self.device)
         m = x.numel() // self.columns
         if m == 0 or self._n == 0:
-            return y
+            return y, rows
         if self.implementation != "triton":
-            q, scale = quantize_2d(x.reshape(m, self.columns), self._group, self._act, self.implementation)
-            int8_matmul_torch(q, scale, weight, weight_scale, bias, y.view(m, self._n))
-            return y
+            if rows is None:
+                rows = quantize_2d(x.reshape(m, self.columns), self._group, self._act, self.implementation)
+            int8_matmul_torch(*rows, weight, weight_scale, bias, y.view(m, self._n))
+            return y, rows
         with on_device(self.device):
             key = (m, x.dtype, None if bias is None else bias.dtype)
             plan = self._plans.get(key)
@@ -118,27 +146,29 @@ class PreparedLinear:
                 plan is None
                 or not x.is_contiguous()
                 or not is_aligned(*pointers)
+                # a plan that was made with given rows
+                or (rows is None and plan.quantise is None)
                 # the table changes when a card was tuned or a tile rejected
                 or plan.tile is not pick(self._device, m, self._n, self._k)
             ):
-                self._first(key, x.reshape(m, self.columns), weight, weight_scale, bias, y.view(m, self._n))
-                return y
-            self._again(plan, m, pointers, weight, weight_scale, bias, y)
-        return y
+                x = x.reshape(m, self.columns) if rows is None else None
+                return y, self._first(key, x, weight, weight_scale, bias, y.view(m, self._n), rows)
+            return y, self._again(plan, m, pointers, weight, weight_scale, bias, y, rows)
 
-    def _again(self, plan: _Plan, m: int, pointers: tuple, weight, weight_scale, bias, y) -> None:
+    def _again(self, plan: _Plan, m: int, pointers: tuple, weight, weight_scale, bias, y, rows) -> torch.Tensor:
         x_at, weight_at, weight_scale_at, bias_at = pointers
-        buffer = torch.empty(plan.bytes, dtype=torch.int8, device=self.device)
+        buffer = torch.empty(plan.bytes, dtype=torch.int8, device=self.device) if rows is None else rows
         q_at = buffer.data_ptr()
         scale_at = q_at + plan.scales_at
-        plan.quantise(m, (x_at, q_at, scale_at, *plan.quantise_numbers))
+        if rows is None:
+            plan.quantise(m, (x_at, q_at, scale_at, *plan.quantise_numbers))
         if plan.matmul is None:
             from .int8_matmul_triton import int8_matmul_triton
 
             q = buffer[: plan.scales_at].view(m, self._k)
             scale = buffer[plan.scales_at :].view(torch.float32)
             int8_matmul_triton(q, scale, weight, weight_scale, bias, y.view(m, self._n), plan.tile, sm_of(self._device))
-            return
+            return buffer
         plan.matmul(
             plan.matmul_programs,
             (
@@ -151,27 +181,30 @@ class PreparedLinear:
                 *plan.matmul_numbers,
             ),
         )
+        return buffer
 
-    def _first(self, key: tuple, x, weight, weight_scale, bias, y) -> None:
+    def _first(self, key: tuple, x, weight, weight_scale, bias, y, rows) -> torch.Tensor:
         """Run by tensors, compiling where needed, and keep what a second run with as many rows can use."""
         from . import int8_matmul_triton as matmul
         from . import quantize_rows_triton as quantise
 
-        m, n, k = x.shape[0], self._n, self._k
-        contiguous = x.stride(1) == 1
-        x = x if contiguous else x.contiguous()
+        m, n, k = key[0], self._n, self._k
         tile = pick(self._device, m, n, k)
         # 16 bytes: what Triton compiled the kernels for
         scales_at = -(-m * k // 16) * 16
-        buffer = torch.empty(scales_at + 4 * m, dtype=torch.int8, device=self.device)
+        buffer = torch.empty(scales_at + 4 * m, dtype=torch.int8, device=self.device) if rows is None else rows
         q, scale = buffer[: m * k].view(m, k), buffer[scales_at:].view(torch.float32)
-        quantise_starter = quantise.quantize_rows_triton(x, q, scale, self._group, self._act)
+        quantise_starter = None
+        if rows is None:
+            x = x if x.stride(1) == 1 else x.contiguous()
+            quantise_starter = quantise.quantize_rows_triton(x, q, scale, self._group, self._act)
         matmul_starter = matmul.int8_matmul_triton(
             q, scale, weight, weight_scale.view(-1), bias, y, tile, sm_of(self._device)
         )
         tma = matmul.uses_tma(tile, True, k, k, self._weight_stride)
-        if quantise_starter is None or x.stride(0) != self.columns or (matmul_starter is None and not tma):
-            return
+        quantised = rows is not None or (quantise_starter is not None and x.stride(0) == self.columns)
+        if not quantised or (matmul_starter is None and not tma):
+            return buffer
         plan = _Plan()
         plan.tile, plan.bytes, plan.scales_at = tile, scales_at + 4 * m, scales_at
         plan.quantise, plan.matmul = quantise_starter, matmul_starter
@@ -183,3 +216,4 @@ class PreparedLinear:
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         self._plans[key] = plan
+        return buffer

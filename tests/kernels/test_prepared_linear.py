@@ -64,6 +64,36 @@ def test_uses_the_weight_of_the_call(impl, device):
     assert_same(prepared(x, other, scale * 2, b), int8_linear(x, other, scale * 2, b, implementation=impl), "y")
 
 
+@pytest.mark.parametrize("group", [0, 64])
+def test_another_layer_takes_the_rows_and_quantises_nothing(group, impl, device):
+    q, scale, b = layer(device, group)
+    other, other_scale = q[:16].contiguous(), scale[:16].contiguous() * 2
+    one = PreparedLinear(q, scale, rotation_group=group, implementation=impl)
+    two = PreparedLinear(other, other_scale, rotation_group=group, implementation=impl)
+    assert one.rows_kind is two.rows_kind
+    wide = rows((3, 2 * K), device)
+    for x in (rows((2, 5, K), device), wide[:, :K], wide[:, ::2], rows((2, 5, K), device)):
+        y, shared = one.with_rows(x, q, scale, b)
+        assert_same(y, int8_linear(x, q, scale, b, rotation_group=group, implementation=impl), "y")
+        expected = int8_linear(x, other, other_scale, rotation_group=group, implementation=impl)
+        # x itself is not read any more
+        y, passed_on = two.with_rows(torch.full_like(x, float("nan")), other, other_scale, rows=shared)
+        assert passed_on is shared
+        assert_same(y, expected, "y of the second")
+        assert_same(two(x, other, other_scale), expected, "y of the second on its own")
+
+
+def test_rows_of_another_kind_are_told_apart(device):
+    q, scale, _ = layer(device)
+    swiglu = PreparedLinear(q, scale, input_act="swiglu", implementation="torch")
+    kinds = {
+        id(PreparedLinear(q, scale, rotation_group=group, implementation="torch").rows_kind) for group in (0, 16, 64)
+    }
+    assert len(kinds | {id(swiglu.rows_kind)}) == 4
+    y, shared = PreparedLinear(q, scale, implementation="torch").with_rows(rows((0, K), device), q, scale)
+    assert y.shape == (0, N) and shared is None
+
+
 def test_swiglu_and_one_scale(impl, device):
     q, _, b = layer(device)
     scale = torch.tensor(0.01, device=device)
@@ -176,27 +206,51 @@ class ByAddress:
         return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=like.dtype)
 
 
+@pytest.fixture
+def starters(monkeypatch):
+    """The starters that launches of interpreted kernels left behind, in order."""
+    real, made = Launcher.__call__, []
+
+    def launch(self, programs, key, aligned, arguments, options, on_first=None):
+        real(self, programs, key, aligned, arguments, options, on_first)
+        made.append(ByAddress(self, arguments, options))
+        return made[-1]
+
+    monkeypatch.setattr(Launcher, "__call__", launch)
+    return made
+
+
 @pytest.mark.skipif(not interpreted(), reason="on a GPU every second call goes this way")
 @pytest.mark.parametrize("group", [0, 64])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 @pytest.mark.parametrize("m", [1, 5, 33])
-def test_later_calls_pass_the_right_addresses(monkeypatch, group, bias, m, device):
-    real, starters = Launcher.__call__, []
-
-    def launch(self, programs, key, aligned, arguments, options, on_first=None):
-        real(self, programs, key, aligned, arguments, options, on_first)
-        starters.append(ByAddress(self, arguments, options))
-        return starters[-1]
-
+def test_later_calls_pass_the_right_addresses(starters, group, bias, m, device):
     q, scale, b = layer(device, group)
     b = b if bias else None
     first, later = rows((1, m, K), device), rows((1, m, K), device).flip(-1).contiguous()
     expected = int8_linear(later, q, scale, b, rotation_group=group, implementation="triton")
-    monkeypatch.setattr(Launcher, "__call__", launch)
+    starters.clear()
     prepared = PreparedLinear(q, scale, rotation_group=group, implementation="triton")
     prepared(first, q, scale, b)
     assert_same(prepared(later, q, scale, b), expected, "y")
     assert [starter.starts for starter in starters] == [1, 1]
+
+
+@pytest.mark.skipif(not interpreted(), reason="on a GPU every second call goes this way")
+def test_later_calls_with_given_rows_start_the_matmul_alone(starters, device):
+    q, scale, b = layer(device)
+    x = rows((5, K), device)
+    expected = int8_linear(x, q, scale, b, implementation="triton")
+    one, two = (PreparedLinear(q, scale, implementation="triton") for _ in range(2))
+    _, shared = one.with_rows(x, q, scale, b)
+    starters.clear()
+    for _ in range(3):
+        assert_same(two.with_rows(x, q, scale, b, shared)[0], expected, "y")
+    assert [starter.starts for starter in starters] == [2]
+    # its first call without rows learns to quantise; later calls of both kinds use the same plan
+    for given in (None, None, shared):
+        assert_same(two.with_rows(x, q, scale, b, given)[0], expected, "y")
+    assert [starter.starts for starter in starters] == [2, 1, 2]
 
 
 @pytest.mark.skipif(not interpreted(), reason="needs stand-ins for compiled kernels")
