@@ -15,9 +15,9 @@ from .launch import on_device
 from .rotate import check_group, rotate_torch
 
 MIN_SCALE = 1e-30
-# rows are converted to fp32 in pieces of this size; on a CPU they should stay in its cache
+# rows are converted to fp32 in pieces of this size; on a CPU, where each thread has a part, they should stay in its cache
 CHUNK_BYTES = 64 << 20
-CPU_CHUNK_BYTES = 2 << 20
+CPU_CHUNK_BYTES_PER_THREAD = 1 << 19
 
 
 def apply_input_act(x: torch.Tensor, input_act: str | None) -> torch.Tensor:
@@ -35,13 +35,17 @@ def quantize_rows_torch(
     x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, rotation_group: int, input_act: str | None
 ) -> None:
     """The op in PyTorch, for any device: x [M, K] float -> q [M, K] int8, scale [M] fp32, in chunks of rows."""
-    on_cpu = x.device.type == "cpu"
-    rows = max(1, (CPU_CHUNK_BYTES if on_cpu else CHUNK_BYTES) // (4 * max(q.shape[1], 1)))
+    on_cpu, k = x.device.type == "cpu", q.shape[1]
+    chunk_bytes = CPU_CHUNK_BYTES_PER_THREAD * torch.get_num_threads() if on_cpu else CHUNK_BYTES
+    rows = min(max(1, chunk_bytes // (4 * max(k, 1))), x.shape[0])
+    # a CPU spends more on new memory, page by page, than on the numbers in it
+    spare = [torch.empty(rows * k) for _ in range(2 if rotation_group else 1)] if on_cpu else []
     for start in range(0, x.shape[0], rows):
         part = slice(start, start + rows)
-        v = apply_input_act(x[part], input_act)
+        buffers = [s[: q[part].numel()].view(-1, k) for s in spare]
+        v = buffers[0].copy_(x[part]) if buffers and input_act is None else apply_input_act(x[part], input_act)
         if rotation_group:
-            v = rotate_torch(v, rotation_group)
+            v = rotate_torch(v, rotation_group, (buffers[1], buffers[0]) if buffers else None)
         # NaN passes through both, so that amax is finite exactly when its row is
         amax = torch.maximum(v.amax(dim=1, keepdim=True), v.amin(dim=1, keepdim=True).neg())
         bad = ~torch.isfinite(amax)
@@ -49,7 +53,7 @@ def quantize_rows_torch(
         # tensors, not Python numbers: CUDA divides by a number through its reciprocal, which rounds differently
         most = torch.full_like(amax, 127.0)
         # v is x itself when nothing was done to it
-        own = bool(rotation_group or input_act or x.dtype != torch.float32)
+        own = bool(on_cpu or rotation_group or input_act or x.dtype != torch.float32)
         codes = torch.mul(v, most / amax, out=v if own else None).round_()
         # on a GPU the question would wait for it
         if not on_cpu or bad.any():

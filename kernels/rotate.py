@@ -36,14 +36,26 @@ def check_group(k: int, group: int) -> None:
         )
 
 
-def rotate_torch(x: torch.Tensor, group: int) -> torch.Tensor:
-    """x [M, K] float -> [M, K] fp32, rotated by a matrix product; on a CPU by two, of H(group) = H(outer) x H(inner)."""
-    if x.device.type == "cpu" and group >= 64:
-        inner = 64 if group == 1024 else 16
-        # about a fifth of the multiplications
-        rows = (x.float().reshape(-1, inner) @ hadamard(inner, x.device)).view(-1, group // inner, inner)
-        return torch.matmul(hadamard(group // inner, x.device), rows).reshape(x.shape)
-    return (x.float().reshape(-1, group) @ hadamard(group, x.device)).reshape(x.shape)
+def rotate_torch(
+    x: torch.Tensor, group: int, scratch: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """x [M, K] float -> [M, K] fp32, rotated by a matrix product; on a CPU by two, of H(group) = H(outer) x H(inner).
+
+    scratch: two contiguous fp32 tensors of M * K numbers, overwritten, one of which gets the result; the second may be x
+        itself. None: new ones.
+    """
+    first, second = scratch if scratch is not None else (None, None)
+    two = x.device.type == "cpu" and group >= 256
+    inner = group if not two else 64 if group == 1024 else 16
+    first = None if first is None else first.view(-1, inner)
+    rows = torch.mm(x.float().reshape(-1, inner), hadamard(inner, x.device), out=first)
+    if not two:
+        return rows.view(x.shape)
+    # an eighth to a twelfth of the multiplications
+    outer = group // inner
+    rows = rows.view(-1, outer, inner)
+    second = None if second is None else second.view(rows.shape)
+    return torch.bmm(hadamard(outer, x.device).expand(len(rows), -1, -1), rows, out=second).view(x.shape)
 
 
 def rotate(x: torch.Tensor, group: int, *, implementation: str | None = None) -> torch.Tensor:

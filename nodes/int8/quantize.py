@@ -16,7 +16,7 @@ from .policy import Decision
 from .scale_search import quantize_rows_mse
 
 # counts up when the same weight would give other codes or scales; converted copies carry it
-VERSION = 1
+VERSION = 2
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

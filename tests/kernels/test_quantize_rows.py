@@ -1,5 +1,7 @@
 """quantize_rows against the reference: codes, scales, bad rows, strides, activation and rotation."""
 
+import importlib
+
 import pytest
 import torch
 from native_int8.kernels import UnsupportedInput, quantize_rows, reference
@@ -127,3 +129,20 @@ def test_reads_nothing_past_the_row(impl, device):
 def test_bad_input_is_refused_with_a_sentence(x, options, words):
     with pytest.raises(UnsupportedInput, match=words):
         quantize_rows(x, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("act", [None, "swiglu"])
+@pytest.mark.parametrize("group", [0, 16, 256])
+def test_pieces_of_rows_equal_rows_alone_and_the_input_stays(group, act, dtype, monkeypatch):
+    module = importlib.import_module("native_int8.kernels.quantize_rows")
+    # of two rows each, and a shorter last one
+    monkeypatch.setattr(module, "CPU_CHUNK_BYTES_PER_THREAD", 2 * 4 * 512 // torch.get_num_threads())
+    x = activation(7, 1024 if act else 512, dtype, torch.device("cpu"))
+    before = x.clone()
+    q, scale = quantize_rows(x, rotation_group=group, input_act=act, implementation="torch")
+    assert_same(x, before, "input")
+    for row in range(7):
+        one = quantize_rows(x[row], rotation_group=group, input_act=act, implementation="torch")
+        assert_same(q[row], one[0], "codes")
+        assert_same(scale[row], one[1], "scale")
