@@ -2,7 +2,9 @@
 
 An entry is named by the hash of its key: the source's path, size, time and header, and everything that decides the
 result. It is complete when it has its name, since it is renamed only after it is on the disk; what was damaged afterwards
-shows in its size or in the hash of its header. Two starts at once write under two temporary names and leave one entry.
+shows in its size, in the hash of its header or in the sums of its data, which each start reads once for that: about
+a tenth of a second per GB that is in the page cache, else the time the disk takes, which the model would wait for later.
+Two starts at once write under two temporary names and leave one entry.
 """
 
 import contextlib
@@ -19,14 +21,14 @@ import torch
 
 from . import quantize
 from .checkpoint import CheckpointError, Header, read_header
-from .native_file import TEMPORARY, NativeFile, table_hash
+from .native_file import TEMPORARY, NativeFile, data_hash, table_hash
 from .shards import files_of
 
 log = logging.getLogger("native_int8.cache")
 
 FOLDER = ("native_int8", "cache")
-# metadata of an entry: its key, and the hash of its table of tensors
-KEY, TABLE = "native_int8_cache_key", "native_int8_cache_table"
+# metadata of an entry: its key, and the hashes of its table of tensors and of their data
+KEY, TABLE, DATA = "native_int8_cache_key", "native_int8_cache_table", "native_int8_cache_data"
 # options that do not change the result
 _NO_RECIPE = ("cache", "device")
 _ABANDONED_SECONDS = 24 * 3600
@@ -62,7 +64,7 @@ def path_of(key: dict[str, object]) -> Path:
 
 
 def fault(key: dict[str, object]) -> str | None:
-    """Why the entry cannot be used; "" when there is none, None when it can."""
+    """Why the entry's header says that it cannot be used; "" when there is none, None when it can."""
     path = path_of(key)
     if not path.is_file():
         return ""
@@ -99,18 +101,22 @@ def fetch(
         key = key_of(header, options)
         path = path_of(key)
         reason = fault(key)
-        notes = []
-        if reason is not None:
-            if reason:
-                notes.append(f"The converted copy was damaged and has been made again: {reason}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            own = {KEY: json.dumps(key, sort_keys=True)}
-            with NativeFile(path, header.tensors, {**metadata, **own}, TABLE) as file:
-                convert(file)
-            _clean(path, key)
-            log.info("kept a converted copy of %.2f GB: %s", path.stat().st_size / 1e9, path)
-        else:
-            log.info("using the converted copy %s", path)
+        if reason is None:
+            with _as_os_error():
+                native = read(str(path))
+            if data_hash(native) == read_header(str(path)).metadata.get(DATA):
+                log.info("using the converted copy %s", path)
+                return native, []
+            # a file that is mapped cannot be replaced on Windows
+            native = None
+            reason = f"{path}: its data was changed after it was written"
+        notes = [f"The converted copy was damaged and has been made again: {reason}"] if reason else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = {KEY: json.dumps(key, sort_keys=True)}
+        with NativeFile(path, header.tensors, {**metadata, **own}, TABLE, DATA) as file:
+            convert(file)
+        _clean(path, key)
+        log.info("kept a converted copy of %.2f GB: %s", path.stat().st_size / 1e9, path)
         with _as_os_error():
             return read(str(path)), notes
     except OSError as error:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from native_int8.nodes.int8 import cache, loader, quantize
-from native_int8.nodes.int8.checkpoint import CheckpointError
+from native_int8.nodes.int8.checkpoint import CheckpointError, read_header
 from native_int8.nodes.int8.loader import LoadOptions, load_model
-from native_int8.nodes.int8.native_file import NativeFile
+from native_int8.nodes.int8.native_file import NativeFile, data_hash, data_sums
 from native_int8.nodes.int8.report import REPORT_KEY
+from packtest.checkpoints import floats
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.comfy
@@ -142,13 +143,24 @@ def swap_two_tensors(path: Path) -> None:
     path.write_bytes(raw.replace(a, b"@" * len(a)).replace(b, a).replace(b"@" * len(a), b))
 
 
+def flip_a_bit(path: Path) -> None:
+    # of the largest tensor, in the middle
+    header = read_header(str(path))
+    info = max(header.tensors.values(), key=lambda i: i.end - i.start)
+    with open(path, "r+b") as file:
+        file.seek(8 + int.from_bytes(path.read_bytes()[:8], "little") + (info.start + info.end) // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+
+
 def other_source(path: Path) -> None:
     tensors = {f"layer.{i}.weight": torch.zeros(8) for i in range(3)}
     with NativeFile(path, tensors, {cache.KEY: "{}"}, cache.TABLE) as file:
         file.update(tensors)
 
 
-@pytest.mark.parametrize("damage", [cut, empty, swap_two_tensors, other_source])
+@pytest.mark.parametrize("damage", [cut, empty, swap_two_tensors, flip_a_bit, other_source])
 def test_a_damaged_entry_is_made_again_with_a_note(damage, source, quantisations):
     load_model(source, KEEP)
     (entry,) = entries()
@@ -251,3 +263,21 @@ def test_what_a_crash_left_is_removed_later(source):
     os.utime(old, (0, 0))
     load_model(source, KEEP)
     assert not old.exists() and young.exists()
+
+
+def test_sums_tell_every_bit_and_the_place_of_a_megabyte():
+    values = floats(700, 1001, dtype=torch.bfloat16)
+    raw = values.view(torch.uint8).reshape(-1)
+    before = data_sums(values)
+    for place in (0, 7, 8, 1 << 20, raw.numel() - 1):
+        raw[place] ^= 1
+        assert data_sums(values) != before, place
+        raw[place] ^= 1
+    assert data_sums(values) == before
+    two = torch.cat([torch.zeros(1 << 17, dtype=torch.int64), torch.ones(1 << 17, dtype=torch.int64)])
+    assert data_sums(two) != data_sums(two.flip(0))
+    assert (
+        data_hash({"a": two, "b": values}) == data_hash({"b": values, "a": two}) != data_hash({"b": two, "a": values})
+    )
+    assert data_sums(torch.zeros(0)) != data_sums(torch.zeros(1))
+    assert data_sums(torch.tensor(0.5)) != data_sums(torch.tensor(0.25))
