@@ -16,8 +16,16 @@ class NativeInt8Extension(ComfyExtension):
             from .int8_save_model import INT8SaveModel
             from .int8_tune import INT8TuneKernels
             from .load_dit_native_int8 import LoadDiTNativeINT8
+            from .load_text_encoder_native_int8 import LoadTextEncoderNativeINT8
         except Exception:
             # ComfyUI logs only the message of an exception raised here, never its traceback
             logging.getLogger("native_int8.extension").exception("A node of Native INT8 DiT could not be imported.")
             raise
-        return [LoadDiTNativeINT8, INT8PatchModel, INT8SaveModel, INT8CapabilityCheck, INT8TuneKernels]
+        return [
+            LoadDiTNativeINT8,
+            LoadTextEncoderNativeINT8,
+            INT8PatchModel,
+            INT8SaveModel,
+            INT8CapabilityCheck,
+            INT8TuneKernels,
+        ]

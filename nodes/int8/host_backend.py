@@ -102,24 +102,29 @@ class _UseNativeInt8:
         self.record = CallRecord()
 
     def __call__(self, executor, *args, **kwargs):
+        with self.running(getattr(executor.class_obj, "diffusion_model", None)):
+            return executor(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def running(self, module: torch.nn.Module | None):
+        """Select our backend for this thread, and the short way for the INT8 Linears of `module`."""
         from comfy_kitchen.registry import registry
 
         if not registry.is_available(NAME):
             self.record.add_declined(f"the backend {NAME} was switched off in comfy_kitchen's registry")
-            return executor(*args, **kwargs)
+            yield
+            return
         outer = getattr(_running, "record", None)
         _running.record = self.record
+        short = module is not None and short_way.is_enabled()
         try:
-            with registry.use_backend(NAME), self._short_way(executor.class_obj):
-                return executor(*args, **kwargs)
+            with (
+                registry.use_backend(NAME),
+                short_way.inside(module, self.record.add_run) if short else contextlib.nullcontext(),
+            ):
+                yield
         finally:
             _running.record = outer
-
-    def _short_way(self, base_model):
-        diffusion_model = getattr(base_model, "diffusion_model", None)
-        if diffusion_model is None or not short_way.is_enabled():
-            return contextlib.nullcontext()
-        return short_way.inside(diffusion_model, self.record.add_run)
 
 
 def register() -> None:
@@ -151,12 +156,20 @@ def register() -> None:
 
 def attach(model) -> None:
     """Let the INT8 linears of `model` (a ModelPatcher) run on our kernels; calling it again changes nothing."""
+    enable(model)
+
+
+def enable(model) -> _UseNativeInt8:
+    """Give `model` (any patcher) what selects our backend, if it has none; the host calls it for a MODEL only."""
     from comfy.patcher_extension import WrappersMP
 
     register()
     tuned_tiles.use(model.load_device)
-    if not is_attached(model):
-        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, NAME, _UseNativeInt8())
+    found = _wrapper_of(model)
+    if found is None:
+        found = _UseNativeInt8()
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, NAME, found)
+    return found
 
 
 def detach(model) -> None:

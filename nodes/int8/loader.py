@@ -68,7 +68,7 @@ def load_model(path: str, options: LoadOptions | None = None, disable_dynamic: b
                 f"{path}: a safetensors file under another extension. {' or '.join(_EXTENSIONS)} is needed; rename it."
             )
         # the host's memory map also feeds its dynamic VRAM straight from the file
-        state = _open_all(path)
+        state = open_all(path)
     state = {name: state[header.key(name)] for name in header.tensors}
     model, report = _build(header, state, options, None, disable_dynamic, share=True)
     model.cached_patcher_init = (load_model, (path, options))
@@ -141,7 +141,8 @@ def _open(path: str) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def _open_all(path: str) -> dict[str, torch.Tensor]:
+def open_all(path: str) -> dict[str, torch.Tensor]:
+    """Key -> tensor of the memory map, of a model in one or several files."""
     state: dict[str, torch.Tensor] = {}
     for file in shards.files_of(path):
         state.update(_open(file))
@@ -158,7 +159,7 @@ def _build(header: Header, state: dict, options: LoadOptions, progress, disable_
     import comfy.sd
 
     start = time.perf_counter()
-    _check_host()
+    check_host()
     if options.rotation not in (True, False, "auto"):
         raise ValueError(f"rotation is {options.rotation!r}; True, False or 'auto' is needed.")
     header, state, notes = _one_branch(header, state, options.branch)
@@ -177,20 +178,20 @@ def _build(header: Header, state: dict, options: LoadOptions, progress, disable_
         native, more = cache.fetch(
             header,
             options,
-            lambda sink: _convert(specs, decisions, source, options, progress, True, sink),
+            lambda sink: convert(specs, decisions, source, options, progress, True, sink),
             _open,
             metadata,
         )
         notes += more
     if native is None:
-        native = _convert(specs, decisions, state, options, progress, share)
+        native = convert(specs, decisions, state, options, progress, share)
     model = comfy.sd.load_diffusion_model_state_dict(native, metadata=metadata, disable_dynamic=disable_dynamic)
     if model is None:
         raise _unknown_model(header)
     notes += [*_verify(model, decisions), *_rest_notes(header)]
     device = detect_device(model.load_device).sm
     seconds = time.perf_counter() - start
-    report = LoadReport(tuple(decisions), _source_line(decisions), device, tuple(notes), seconds, metadata)
+    report = LoadReport(tuple(decisions), source_line(decisions), device, tuple(notes), seconds, metadata)
     log.info("%s: %s; %s (%.1f s)", os.path.basename(header.path), report.source_line, report.summary(), report.seconds)
     for reason, count in report.kept_reasons().items():
         log.info("kept in float: %d layers: %s", count, reason)
@@ -199,7 +200,7 @@ def _build(header: Header, state: dict, options: LoadOptions, progress, disable_
     return model, report
 
 
-def _check_host() -> None:
+def check_host() -> None:
     """Raises: RuntimeError when this ComfyUI is older than the native INT8 format."""
     from comfy.quant_ops import QUANT_ALGOS
 
@@ -217,7 +218,7 @@ def _one_branch(header: Header, state: dict, branch: str) -> tuple[Header, dict,
     return chosen, {name: state[word + name] for name in chosen.tensors}, notes
 
 
-def _as_float(state: dict, specs: dict) -> dict:
+def as_float(state: dict, specs: dict) -> dict:
     """What the host's detector looks at: names and shapes as in a float file, whatever the layout of the codes."""
     view = dict(state)
     for layer, spec in specs.items():
@@ -237,7 +238,7 @@ def _host_layout(header: Header, state: dict, specs: dict) -> tuple[Header, dict
     from comfy import model_detection
 
     try:
-        view = _as_float(state, specs)
+        view = as_float(state, specs)
         if model_detection.model_config_from_unet(view, "", metadata=header.metadata) is not None:
             return header, state
         converted = None
@@ -274,7 +275,7 @@ def _unknown_model(header: Header) -> CheckpointError:
     )
 
 
-def _convert(
+def convert(
     specs: dict, decisions: list[Decision], state: dict, options: LoadOptions, progress, share: bool, native=None
 ) -> dict[str, torch.Tensor]:
     """The native state dict, one layer at a time; `state` loses each tensor as it is used.
@@ -362,7 +363,8 @@ def _rest_notes(header: Header) -> list[str]:
     ]
 
 
-def _source_line(decisions: list[Decision]) -> str:
+def source_line(decisions: list[Decision]) -> str:
+    """What the stored layers were and what was done with them, as one line."""
     kinds: dict[str, int] = {}
     for d in decisions:
         if d.is_int8:

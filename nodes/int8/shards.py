@@ -51,6 +51,15 @@ def read_header(path: str) -> Header:
     Raises:
         CheckpointError: as `checkpoint.read_header`, a file is missing, or the files contradict each other or the index.
     """
+    return header_from(str(path), *read_all(path))
+
+
+def read_all(path: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """All tensors of a model in one or several files by their full names, and the metadata.
+
+    Raises:
+        CheckpointError: as `read_header`, except for what the tensors are.
+    """
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
     places: dict[str, str] = {}
@@ -72,7 +81,7 @@ def read_header(path: str) -> Header:
                 f"{path}: {len(absent)} tensors of the index are in none of its files, such as {absent[0]!r}. The files that "
                 "belong to this index are needed; download them again."
             )
-    return header_from(str(path), tensors, metadata)
+    return tensors, metadata
 
 
 def _weight_map(path: str) -> dict[str, str]:

@@ -51,12 +51,14 @@ def keep(device: torch.device, result: TuningResult) -> Path:
 
 
 def linears_of(model) -> tuple[LinearKind, ...]:
-    """The kinds of INT8 Linear in a MODEL, each once, in the order of its modules."""
+    """The kinds of INT8 Linear in a MODEL or in a CLIP's patcher, each once, in the order of its modules."""
     from comfy.quant_ops import QuantizedTensor
 
-    dtype = model.model.get_dtype_inference()
+    diffusion_model = getattr(model.model, "diffusion_model", None)
+    # the host runs text encoders in float32
+    dtype = torch.float32 if diffusion_model is None else model.model.get_dtype_inference()
     kinds = []
-    for module in model.model.diffusion_model.modules():
+    for module in (model.model if diffusion_model is None else diffusion_model).modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, QuantizedTensor) or weight._qdata.dtype != torch.int8 or weight._qdata.dim() != 2:
             continue

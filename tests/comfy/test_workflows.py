@@ -12,7 +12,14 @@ FOLDER = ROOT / "example_workflows"
 WORKFLOWS = sorted(path.stem for path in FOLDER.glob("*.json"))
 # drawn by the frontend alone; the server has never heard of them
 FRONTEND_ONLY = {"MarkdownNote": [], "Note": []}
-OURS = ("LoadDiTNativeINT8", "INT8PatchModel", "INT8CapabilityCheck", "INT8TuneKernels", "INT8SaveModel")
+OURS = (
+    "LoadDiTNativeINT8",
+    "LoadTextEncoderNativeINT8",
+    "INT8PatchModel",
+    "INT8CapabilityCheck",
+    "INT8TuneKernels",
+    "INT8SaveModel",
+)
 WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
 CONTROL_VALUES = {"fixed", "increment", "decrement", "randomize"}
 

@@ -1,0 +1,243 @@
+"""Text encoders in the host's own classes: INT8 weights are multiplied in INT8 although the host computes text in float32."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from native_int8.nodes.int8 import host_backend, text_encoder
+from native_int8.nodes.int8.checkpoint import CheckpointError
+from native_int8.nodes.int8.formats import LayerSpec
+from native_int8.nodes.int8.report import REPORT_KEY
+from packtest import ROOT
+from safetensors.torch import save_file
+
+pytestmark = pytest.mark.comfy
+
+# the widths by which the host tells encoders apart stay, all else is small
+QWEN = {
+    "num_hidden_layers": 3, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 504,
+}  # fmt: skip
+T5 = {"num_layers": 2, "d_model": 256, "d_ff": 512, "d_kv": 64, "num_heads": 4}
+CLIP_L = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "num_hidden_layers": 2}
+OPTIONS = {
+    "qwen3_4b_model_config": QWEN,
+    "t5base_model_config": T5,
+    "t5xxl_model_config": T5,
+    # the host's name for that of CLIP-L
+    "model_config": CLIP_L,
+}
+QWEN_LINEARS = 3 * 7
+TOKENS = {"qwen3_4b": [[(i * 7 % 500, 1.0) for i in range(1, 40)]]}
+
+
+def weights(model, seed=0):
+    """Random weights at which every layer counts in the result."""
+    generator = torch.Generator().manual_seed(seed)
+    out = {}
+    for name, value in model.state_dict().items():
+        noise = torch.randn(value.shape, generator=generator)
+        is_table = "embed_tokens" in name or "shared" in name or "token_embedding" in name
+        factor = 1.0 if is_table else value.shape[-1] ** -0.5
+        out[name] = (torch.ones(value.shape) if "norm" in name else noise * factor).to(torch.bfloat16)
+    return out
+
+
+@pytest.fixture(scope="module")
+def files(comfy, tmp_path_factory):
+    """Paths of small bf16 encoders, saved from the host's own classes."""
+    from comfy import clip_model
+    from comfy.text_encoders import llama, t5
+
+    folder = tmp_path_factory.mktemp("text_encoders")
+    host = Path(comfy.sd.__file__).parent
+
+    def config(name, changes):
+        return json.loads((host / name).read_text(encoding="utf-8")) | changes
+
+    build = {"dtype": torch.bfloat16, "device": "cpu"}
+    models = {
+        "qwen": llama.Qwen3_4B(dict(QWEN), operations=comfy.ops.manual_cast, **build),
+        "t5": t5.T5(config("text_encoders/t5_config_base.json", T5), operations=comfy.ops.manual_cast, **build),
+        "t5xxl": t5.T5(config("text_encoders/t5_config_xxl.json", T5), operations=comfy.ops.manual_cast, **build),
+        "clip_l": clip_model.CLIPTextModel(
+            config("sd1_clip_config.json", CLIP_L), operations=comfy.ops.manual_cast, **build
+        ),
+    }
+    paths = {}
+    for name, model in models.items():
+        paths[name] = str(folder / f"{name}.safetensors")
+        save_file(weights(model), paths[name])
+    return paths
+
+
+def stock(comfy, *paths, type="lumina2"):
+    kind = getattr(comfy.sd.CLIPType, type.upper())
+    return comfy.sd.load_clip(list(paths), clip_type=kind, model_options=dict(OPTIONS))
+
+
+def ours(*paths, type="lumina2"):
+    return text_encoder.load_text_encoder(paths, type, model_options=OPTIONS)
+
+
+def encode(clip, tokens=TOKENS):
+    return clip.encode_from_tokens_scheduled(tokens)[0][0]
+
+
+def calls(clip):
+    return sum(host_backend.record_of(clip.patcher).snapshot()["calls"].values())
+
+
+@pytest.fixture
+def dequantised(comfy, monkeypatch):
+    """A list that grows by the shape of each weight that the host expands."""
+    from comfy.quant_ops import QuantizedTensor
+
+    seen, of_class = [], QuantizedTensor.dequantize
+
+    def dequantize(self):
+        seen.append(tuple(self.shape))
+        return of_class(self)
+
+    monkeypatch.setattr(QuantizedTensor, "dequantize", dequantize)
+    return seen
+
+
+def test_every_int8_linear_runs_in_int8_and_the_text_is_the_same(comfy, files, cosine, dequantised):
+    clip = ours(files["qwen"])
+    report = clip.patcher.get_attachment(REPORT_KEY)
+    assert report.int8_layers == QWEN_LINEARS
+    assert report.summary() == "21 layers INT8, 1 kept, kernel native_int8 on cpu"
+    got = encode(clip)
+    assert calls(clip) == QWEN_LINEARS
+    assert host_backend.record_of(clip.patcher).ways_taken() == {"ways": {"resident": QWEN_LINEARS}, "reasons": {}}
+    assert dequantised == []
+    assert got.dtype == torch.float32
+    assert cosine(got, encode(stock(comfy, files["qwen"]))) > 0.999
+
+
+def test_the_host_alone_expands_every_weight_of_the_same_file(comfy, files, tmp_path, dequantised):
+    clip = ours(files["qwen"])
+    state = {k.partition(".transformer.")[2]: v for k, v in clip.get_sd().items() if ".transformer." in k}
+    path = str(tmp_path / "int8.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
+    host = stock(comfy, path)
+    # the host's own float32 result, and proof that ours changed nothing for other encoders
+    host_result = encode(host)
+    assert len(dequantised) == QWEN_LINEARS
+    adopted = ours(path)
+    actions = {d.action for d in adopted.patcher.get_attachment(REPORT_KEY).decisions}
+    assert actions == {"adopt", "keep"}
+    got = encode(adopted)
+    assert len(dequantised) == QWEN_LINEARS and calls(adopted) == QWEN_LINEARS
+    assert torch.equal(got, encode(clip))
+    assert torch.nn.functional.cosine_similarity(got.flatten(), host_result.flatten(), dim=0) > 0.999
+
+
+def test_stock_text_node_encodes_with_a_t5(comfy, files, cosine):
+    import nodes
+
+    clip = ours(files["t5"], type="stable_audio")
+    (got,) = nodes.CLIPTextEncode().encode(clip, "a red (apple:1.3) on a table")
+    (want,) = nodes.CLIPTextEncode().encode(
+        stock(comfy, files["t5"], type="stable_audio"), "a red (apple:1.3) on a table"
+    )
+    assert calls(clip) == clip.patcher.get_attachment(REPORT_KEY).int8_layers == 2 * 6
+    assert cosine(got[0][0], want[0][0]) > 0.999
+
+
+def test_clones_share_the_record_and_lora_stays_int8(comfy, files):
+    clip = ours(files["qwen"])
+    before = encode(clip)
+    twin = clip.clone()
+    key = "qwen3_4b.transformer.model.layers.1.mlp.down_proj.weight"
+    patch = torch.randn((2560, 512), generator=torch.Generator().manual_seed(1)) * 0.02
+    assert twin.add_patches({key: ("diff", (patch,))}, 1.0)
+    patched = encode(twin)
+    assert not torch.equal(patched, before)
+    assert calls(clip) == calls(twin) == 2 * QWEN_LINEARS
+    assert torch.equal(encode(clip), before)
+
+
+def test_a_weight_that_a_function_changes_at_every_call_is_told(files):
+    clip = ours(files["qwen"])
+    linear = clip.cond_stage_model.qwen3_4b.transformer.model.layers[0].mlp.up_proj
+    clip.load_model()
+    linear.weight_function = [lambda weight: weight * 2]
+    encode(clip)
+    ways = host_backend.record_of(clip.patcher).ways_taken()
+    assert ways["ways"] == {"resident": QWEN_LINEARS - 1, "general": 1}
+    assert any("a function changes the weight" in reason for reason in ways["reasons"])
+
+
+def test_generating_text_runs_in_int8(files):
+    clip = ours(files["qwen"])
+    assert len(clip.generate(TOKENS, do_sample=False, max_length=2)) == 2
+    assert calls(clip) == 2 * QWEN_LINEARS
+
+
+def test_two_files_of_flux(comfy, files, cosine):
+    clip = ours(files["clip_l"], files["t5xxl"], type="flux")
+    report = clip.patcher.get_attachment(REPORT_KEY)
+    assert report.int8_layers == 2 * 7
+    host = stock(comfy, files["clip_l"], files["t5xxl"], type="flux")
+    (got, got_pooled), (want, want_pooled) = (
+        c.encode_from_tokens(c.tokenize("a red apple"), return_pooled=True) for c in (clip, host)
+    )
+    assert calls(clip) == 2 * 7
+    assert torch.equal(got_pooled, want_pooled)
+    assert cosine(got, want) > 0.999
+
+
+def test_the_host_can_build_the_patcher_again(files):
+    clip = ours(files["qwen"])
+    function, arguments = clip.patcher.cached_patcher_init
+    again = function(*arguments, disable_dynamic=True)
+    assert host_backend.is_attached(again)
+    assert again.get_attachment(REPORT_KEY).int8_layers == QWEN_LINEARS
+
+
+def test_an_encoder_is_freed_without_the_garbage_collector(files):
+    import gc
+    import weakref
+
+    clip = ours(files["t5"], type="stable_audio")
+    encoder = weakref.ref(clip.cond_stage_model.t5base)
+    gc.collect()
+    gc.disable()
+    try:
+        del clip
+        assert encoder() is None
+    finally:
+        gc.enable()
+
+
+def test_plan_keeps_tables_pictures_and_clip_in_float():
+    shapes = {
+        "shared": (256384, 4096),
+        "encoder.block.0.layer.1.DenseReluDense.wo": (4096, 10240),
+        "encoder.block.1.layer.1.DenseReluDense.wo": (4096, 10240),
+        "model.visual.blocks.0.attn.qkv": (3072, 1024),
+        "model.visual.blocks.1.attn.qkv": (3072, 1024),
+        "text_model.encoder.layers.0.mlp.fc1": (3072, 768),
+        "text_model.encoder.layers.1.mlp.fc1": (3072, 768),
+        "lm_head": (151936, 2560),
+    }
+    specs = {name: LayerSpec("float", "bf16", "BF16", shape, f"{name}.weight") for name, shape in shapes.items()}
+    reasons = {d.layer: (d.action, d.reason) for d in text_encoder.plan(specs)}
+    assert {layer for layer, (action, _) in reasons.items() if action == "quantise"} == {
+        "encoder.block.0.layer.1.DenseReluDense.wo",
+        "encoder.block.1.layer.1.DenseReluDense.wo",
+    }
+    assert "outside" in reasons["shared"][1]
+    assert "pictures" in reasons["model.visual.blocks.0.attn.qkv"][1]
+    assert "CLIP text model" in reasons["text_model.encoder.layers.0.mlp.fc1"][1]
+
+
+def test_a_diffusion_model_and_a_gguf_file_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"not recognised as a text encoder.*Load DiT"):
+        ours(str(ROOT / "tests" / "demo" / "data" / "emoji_flux2_dit_bf16.safetensors"))
+    gguf = tmp_path / "encoder.gguf"
+    gguf.write_bytes(b"GGUF" + bytes(60))
+    with pytest.raises(CheckpointError, match="safetensors file is needed"):
+        ours(str(gguf))
