@@ -2,6 +2,8 @@
 
 from comfy_api.latest import io
 
+from .int8 import widgets
+
 
 class INT8PatchModel(io.ComfyNode):
     """MODEL -> INT8 MODEL; the work is in `int8/patcher.py`."""
@@ -21,16 +23,19 @@ class INT8PatchModel(io.ComfyNode):
                     tooltip="A float MODEL is rebuilt with INT8 weights (its float weights can then be freed); an INT8 "
                     "MODEL keeps its weights. LoRAs, model sampling and other patches made before this node are kept.",
                 ),
+                *widgets.layers(),
+                widgets.scale_search(),
             ],
             outputs=[io.Model.Output(tooltip="The INT8 MODEL, about half the size of bf16. The input is not changed.")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, model) -> io.NodeOutput:
+    def execute(cls, model, protect: str = "", force: str = "", scale_search: bool = False) -> io.NodeOutput:
         """Patch the MODEL and show what became of its layers."""
         from .int8 import patcher, status, warm_up
+        from .int8.loader import LoadOptions
 
-        patched, report = patcher.patch_model(model)
+        patched, report = patcher.patch_model(model, LoadOptions(protect=protect, force=force, mse=scale_search))
         status.show(report.summary() + warm_up.compile_kernels(patched), cls.hidden.unique_id)
         return io.NodeOutput(patched)

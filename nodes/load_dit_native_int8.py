@@ -5,17 +5,20 @@ import os
 import folder_paths
 from comfy_api.latest import io
 
+from .int8 import widgets
+
 FOLDER = "diffusion_models"
+MORE_ENDINGS = (".gguf", ".safetensors.index.json")
 BRANCHES = ["auto", "conditional", "unconditional"]
 
 
 def files() -> list[str]:
-    """The model files that ComfyUI lists, and GGUF files, which it does not."""
+    """The model files that ComfyUI lists, and what it does not: GGUF files, and indices of models in several files."""
     names = set(folder_paths.get_filename_list(FOLDER))
     for folder in folder_paths.get_folder_paths(FOLDER):
         if os.path.isdir(folder):
             found, _ = folder_paths.recursive_search(folder, excluded_dir_names=[".git"])
-            names.update(folder_paths.filter_files_extensions(found, [".gguf"]))
+            names.update(name for name in found if name.lower().endswith(MORE_ENDINGS))
     return sorted(names)
 
 
@@ -37,7 +40,7 @@ class LoadDiTNativeINT8(io.ComfyNode):
                     options=files(),
                     tooltip="A file of models/diffusion_models (or models/unet). INT8 files of nearly all makers load as they "
                     "are or are converted; bf16, fp16, fp32, fp8 and GGUF Q8_0 files are quantised while they load, one "
-                    "layer at a time.",
+                    "layer at a time. A model in several files: choose its index (.safetensors.index.json) or any part.",
                 ),
                 io.Boolean.Input(
                     "rotation",
@@ -45,22 +48,7 @@ class LoadDiTNativeINT8(io.ComfyNode):
                     tooltip="Rotate the weights that are quantised here, in groups of up to 256 columns (ConvRot). Closer "
                     "to the float model, for a few percent of time per step. An INT8 file keeps what it has.",
                 ),
-                io.String.Input(
-                    "protect",
-                    default="",
-                    optional=True,
-                    advanced=True,
-                    tooltip="Layers to keep in float: parts of names or patterns with *, separated by commas, for instance "
-                    "*.feed_forward.w2. Better quality, more memory and time.",
-                ),
-                io.String.Input(
-                    "force",
-                    default="",
-                    optional=True,
-                    advanced=True,
-                    tooltip="Layers to quantise although their name or place would keep them in float: parts of names or "
-                    "patterns with *, separated by commas. Less memory, at a risk to quality.",
-                ),
+                *widgets.layers(),
                 io.Boolean.Input(
                     "keep_copy",
                     default=False,
@@ -79,6 +67,7 @@ class LoadDiTNativeINT8(io.ComfyNode):
                     tooltip="Only for a file that holds two models for guidance, such as Transformer Lab's Ideogram 4: which of "
                     "them to load. auto is the conditional one, and right for all other files. No cost.",
                 ),
+                widgets.scale_search(),
             ],
             outputs=[io.Model.Output(tooltip="The INT8 MODEL. LoRA, offload and saving work as with any other MODEL.")],
             hidden=[io.Hidden.unique_id],
@@ -86,10 +75,12 @@ class LoadDiTNativeINT8(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, model_name: str, **options) -> tuple:
-        """Run again when the file changed."""
+        """Run again when a file of the model changed."""
+        from .int8 import shards
+
         path = folder_paths.get_full_path(FOLDER, model_name)
-        stat = os.stat(path) if path else None
-        return (path, stat and (stat.st_mtime_ns, stat.st_size), sorted(options.items()))
+        stats = [os.stat(file) for file in shards.files_there(path)] if path else []
+        return (path, [(stat.st_mtime_ns, stat.st_size) for stat in stats], sorted(options.items()))
 
     @classmethod
     def execute(
@@ -100,6 +91,7 @@ class LoadDiTNativeINT8(io.ComfyNode):
         force: str = "",
         keep_copy: bool = False,
         branch: str = "auto",
+        scale_search: bool = False,
     ) -> io.NodeOutput:
         """Load the file and show what became of its layers."""
         from .int8 import status, warm_up
@@ -107,7 +99,9 @@ class LoadDiTNativeINT8(io.ComfyNode):
         from .int8.report import REPORT_KEY
 
         path = folder_paths.get_full_path_or_raise(FOLDER, model_name)
-        options = LoadOptions(rotation=rotation, protect=protect, force=force, branch=branch, cache=keep_copy)
+        options = LoadOptions(
+            rotation=rotation, protect=protect, force=force, branch=branch, mse=scale_search, cache=keep_copy
+        )
         model = load_model(path, options)
         line = model.get_attachment(REPORT_KEY).summary() + warm_up.compile_kernels(model)
         status.show(line, cls.hidden.unique_id)

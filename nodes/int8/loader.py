@@ -22,6 +22,8 @@ from .report import REPORT_KEY, LoadReport
 
 log = logging.getLogger("native_int8.loader")
 
+# metadata of a model, and of the files saved from it, whose row scales were searched
+SCALE_SEARCH = "native_int8_scale_search"
 _EXTENSIONS = (".safetensors", ".sft")
 
 
@@ -172,6 +174,8 @@ def _build(header: Header, state: dict, options: LoadOptions, progress, disable_
     notes += formats.rotation_notes(specs, state.__getitem__)
     decisions = policy.plan(specs, rotation=bool(options.rotation), protect=options.protect, force=options.force)
     metadata = {k: v for k, v in header.metadata.items() if k != formats.METADATA}
+    if options.mse and any(d.is_int8 and d.action != "adopt" for d in decisions):
+        metadata[SCALE_SEARCH] = "least squared error"
     native = None
     if options.cache and share and any(d.is_int8 and d.action != "adopt" for d in decisions):
         source = dict(state)

@@ -45,6 +45,15 @@ def files_of(path: str) -> tuple[str, ...]:
     return files
 
 
+def files_there(path: str) -> tuple[str, ...]:
+    """What a load of `path` depends on: the file, and of a model in several files all that are there."""
+    try:
+        return tuple(dict.fromkeys((str(path), *files_of(path))))
+    except CheckpointError:
+        # the load says what is wrong
+        return (str(path),)
+
+
 def read_header(path: str) -> Header:
     """The header of a model in one or several files, by the path of any of them or of the index.
 
