@@ -10,7 +10,6 @@ both are counted in the MODEL's `CallRecord`.
 import contextlib
 import logging
 import threading
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from ...kernels import choose, int8_linear, int8_linear_residual, int8_matmul, q
 from ...kernels.capability import detect
 from ...kernels.dispatch import Int8Error
 from . import short_way, tuned_tiles
+from .call_record import CallRecord
 
 NAME = "native_int8"
 
@@ -37,59 +37,6 @@ _running = threading.local()
 _decisions: dict[tuple, str | None] = {}
 _implementations: dict[tuple, str] = {}
 _lock = threading.Lock()
-
-
-class CallRecord:
-    """How often each implementation ran for one MODEL and its clones, and which calls were declined and why.
-
-    ways, reasons: which way Linears took, and why not the shortest; see short_way.py.
-    """
-
-    def __init__(self):
-        self.calls: Counter[str] = Counter()
-        self.declined: Counter[str] = Counter()
-        self.ways: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def add_call(self, implementation: str) -> None:
-        """Count one linear that ran on `implementation`."""
-        with self._lock:
-            self.calls[implementation] += 1
-
-    def add_declined(self, reason: str) -> None:
-        """Count one linear that went to another backend of the host, and log the first of each reason."""
-        with self._lock:
-            self.declined[reason] += 1
-            first = self.declined[reason] == 1
-        if first:
-            log.warning("A linear runs on the host's own INT8 backend: %s.", reason)
-
-    def add_run(self, run: short_way.Run) -> None:
-        """Add what one call of the MODEL did on the short way."""
-        with self._lock:
-            first = run.reasons.keys() - self.reasons.keys()
-            self.calls.update(run.calls)
-            self.ways.update(run.ways)
-            self.reasons.update(run.reasons)
-        for reason in first:
-            log.debug("A linear does not take the shortest way: %s.", reason)
-
-    def ways_taken(self) -> dict[str, dict[str, int]]:
-        """Return {"ways": {"resident" | "fetched" | "general": Linears}, "reasons": {why not "resident": Linears}}."""
-        with self._lock:
-            return {"ways": dict(self.ways), "reasons": dict(self.reasons)}
-
-    def snapshot(self) -> dict[str, dict[str, int]]:
-        """Return both counters as plain dictionaries: {"calls": {...}, "declined": {...}}."""
-        with self._lock:
-            return {"calls": dict(self.calls), "declined": dict(self.declined)}
-
-    def reset(self) -> None:
-        """Set all counters to nothing."""
-        with self._lock:
-            for counter in (self.calls, self.declined, self.ways, self.reasons):
-                counter.clear()
 
 
 class _UseNativeInt8:

@@ -21,6 +21,8 @@ wrapper's seats exist during the call only. Setting and deleting both costs abou
 the instance dictionary is written directly. Clones and multi-GPU copies share the wrapper; seats belong to the model
 that runs. A seat does nothing but call the class's method for a thread that is not inside a wrapper, while
 torch.compile traces, and if somebody kept it by mistake.
+
+On both short ways Linears that read the same tensor quantise it once; which ones those are says shared_rows.py.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import torch
 
 from ...kernels.dispatch import Int8Error
 from ...kernels.prepared_linear import PreparedLinear
+from . import shared_rows
 
 LAYOUT = "TensorWiseINT8Layout"
 SWITCH = "NATIVE_INT8_SHORT_WAY"
@@ -53,14 +56,16 @@ class Run:
     """What one call of one MODEL on one thread did; merged into the MODEL's record when it ends.
 
     calls: implementation -> Linears run from a seat. ways: way -> Linears. reasons: why Linears were not "resident".
+    shared: the quantised rows that Linears share, and how many did.
     """
 
-    __slots__ = ("calls", "reasons", "ways")
+    __slots__ = ("calls", "reasons", "shared", "ways")
 
     def __init__(self):
         self.calls: Counter[str] = Counter()
         self.ways: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
+        self.shared = shared_rows.SharedRows()
 
 
 def is_enabled() -> bool:
@@ -83,6 +88,7 @@ def inside(diffusion_model: torch.nn.Module, add_run):
         yield
     finally:
         seats.leave()
+        run.shared.forget()
         _thread.run = outer
         add_run(run)
 
@@ -100,15 +106,17 @@ class _Seats:
     """The seats of one model's Linears; there while at least one thread runs the model on our kernels."""
 
     def __init__(self, diffusion_model: torch.nn.Module):
+        places, self.not_shared = shared_rows.find(diffusion_model, _is_known)
         self.linears = [
             (module.__dict__, _upper_seat(module, linear), _lower_seat(module, linear))
             for module in diffusion_model.modules()
             if _is_known(module)
-            for linear in [_Linear()]
+            for linear in [_Linear(places.get(id(module)))]
         ]
         self.users = 0
 
     def enter(self, run: Run) -> None:
+        run.shared.not_shared.update(self.not_shared)
         with _lock:
             self.users += 1
             for attributes, upper, lower in self.linears:
@@ -145,11 +153,13 @@ class _Linear:
 
     resident: (PreparedLinear, weak reference to the codes, weak reference to their parameters); no weight is kept alive.
     fetched: (PreparedLinear, what must be equal for it to fit).
+    place: where it stands among Linears that read the same tensor, or None.
     """
 
-    __slots__ = ("fetched", "resident")
+    __slots__ = ("fetched", "place", "resident")
 
-    def __init__(self):
+    def __init__(self, place: shared_rows.Place | None):
+        self.place = place
         self.resident = self.fetched = None
 
 
@@ -183,7 +193,7 @@ def _upper_seat(module: torch.nn.Module, linear: _Linear):
         prepared = known[0]
         run.ways[RESIDENT] += 1
         run.calls[prepared.implementation] += 1
-        return prepared(input, weight._qdata, weight._params.scale, bias)
+        return run.shared.run(linear.place, prepared, input, weight._qdata, weight._params.scale, bias)
 
     return forward_comfy_cast_weights
 
@@ -199,10 +209,11 @@ def _lower_seat(module: torch.nn.Module, linear: _Linear):
         if type(prepared) is str:
             run.reasons[prepared] += 1
             run.ways[GENERAL] += 1
+            run.shared.pass_by(linear.place)
             return of_class(module, input, weight, bias)
         run.ways[FETCHED] += 1
         run.calls[prepared.implementation] += 1
-        return prepared(input, weight._qdata, weight._params.scale, bias)
+        return run.shared.run(linear.place, prepared, input, weight._qdata, weight._params.scale, bias)
 
     return _forward
 
