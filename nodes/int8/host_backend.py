@@ -18,7 +18,7 @@ import torch
 from ...kernels import choose, int8_linear, int8_linear_residual, int8_matmul, quantize_rms_norm
 from ...kernels.capability import detect
 from ...kernels.dispatch import Int8Error
-from . import short_way, tuned_tiles
+from . import lora_branch, lora_patcher, short_way, tuned_tiles
 from .call_record import CallRecord
 
 NAME = "native_int8"
@@ -49,7 +49,7 @@ class _UseNativeInt8:
         self.record = CallRecord()
 
     def __call__(self, executor, *args, **kwargs):
-        with self.running(getattr(executor.class_obj, "diffusion_model", None)):
+        with lora_branch.inside(executor.class_obj), self.running(getattr(executor.class_obj, "diffusion_model", None)):
             return executor(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -104,6 +104,7 @@ def register() -> None:
 def attach(model) -> None:
     """Let the INT8 linears of `model` (a ModelPatcher) run on our kernels; calling it again changes nothing."""
     enable(model)
+    lora_patcher.install(model)
 
 
 def enable(model) -> _UseNativeInt8:
@@ -124,6 +125,7 @@ def detach(model) -> None:
     from comfy.patcher_extension import WrappersMP
 
     model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, NAME)
+    lora_patcher.uninstall(model)
 
 
 def is_attached(model) -> bool:

@@ -37,6 +37,7 @@ from collections import Counter
 import torch
 
 from ...kernels.dispatch import Int8Error
+from ...kernels.low_rank import add_low_rank
 from ...kernels.prepared_linear import PreparedLinear
 from . import shared_rows
 
@@ -44,6 +45,8 @@ LAYOUT = "TensorWiseINT8Layout"
 SWITCH = "NATIVE_INT8_SHORT_WAY"
 RESIDENT, FETCHED, GENERAL = "resident", "fetched", "general"
 UPPER, LOWER = "forward_comfy_cast_weights", "_forward"
+# the attribute of a Linear that holds the stack of its LoRAs while a MODEL with LoRAs runs (lora_branch.py)
+BRANCH = "native_int8_low_rank"
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _thread = threading.local()
@@ -93,6 +96,17 @@ def inside(diffusion_model: torch.nn.Module, add_run):
         add_run(run)
 
 
+@contextlib.contextmanager
+def seated(diffusion_model: torch.nn.Module):
+    """Give the INT8 Linears their seats, though they need not take the short way; for what else hangs on a seat."""
+    seats = _seats(diffusion_model)
+    seats.enter(Run())
+    try:
+        yield
+    finally:
+        seats.leave()
+
+
 def _seats(diffusion_model: torch.nn.Module) -> _Seats:
     # a compiled model has the real one inside
     diffusion_model = getattr(diffusion_model, "_orig_mod", diffusion_model)
@@ -106,11 +120,11 @@ class _Seats:
     """The seats of one model's Linears; there while at least one thread runs the model on our kernels."""
 
     def __init__(self, diffusion_model: torch.nn.Module):
-        places, self.not_shared = shared_rows.find(diffusion_model, _is_known)
+        places, self.not_shared = shared_rows.find(diffusion_model, is_known)
         self.linears = [
             (module.__dict__, _upper_seat(module, linear), _lower_seat(module, linear))
             for module in diffusion_model.modules()
-            if _is_known(module)
+            if is_known(module)
             for linear in [_Linear(places.get(id(module)))]
         ]
         self.users = 0
@@ -137,7 +151,7 @@ class _Seats:
                     del attributes[LOWER]
 
 
-def _is_known(module: torch.nn.Module) -> bool:
+def is_known(module: torch.nn.Module) -> bool:
     """Whether `module` is an INT8 Linear whose forward is the host's and calls the two methods as they are known here."""
     if getattr(module, "layout_type", None) != LAYOUT or not hasattr(module, "in_features"):
         return False
@@ -193,7 +207,9 @@ def _upper_seat(module: torch.nn.Module, linear: _Linear):
         prepared = known[0]
         run.ways[RESIDENT] += 1
         run.calls[prepared.implementation] += 1
-        return run.shared.run(linear.place, prepared, input, weight._qdata, weight._params.scale, bias)
+        y = run.shared.run(linear.place, prepared, input, weight._qdata, weight._params.scale, bias)
+        low_rank = attributes.get(BRANCH)
+        return y if low_rank is None else add_low_rank(y, input, low_rank)
 
     return forward_comfy_cast_weights
 
@@ -202,6 +218,12 @@ def _lower_seat(module: torch.nn.Module, linear: _Linear):
     of_class = getattr(type(module), LOWER)
 
     def _forward(input, weight, bias):
+        y = product(input, weight, bias)
+        # not from the dictionary: a compiler follows attributes
+        low_rank = getattr(module, BRANCH, None)
+        return y if low_rank is None else add_low_rank(y, input, low_rank)
+
+    def product(input, weight, bias):
         run = None if _is_compiling() else getattr(_thread, "run", None)
         if run is None:
             return of_class(module, input, weight, bias)

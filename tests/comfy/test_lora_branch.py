@@ -1,0 +1,289 @@
+"""LoRAs on INT8 MODELs through ComfyUI's own loader: beside the product, exact, without cost to the INT8 path."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from native_int8.kernels import LowRank, add_low_rank
+from native_int8.nodes.int8 import host_backend, lora_branch, patcher, short_way
+from packtest.loras import add_lora, delta, int8_linears, lora_file
+
+pytestmark = pytest.mark.comfy
+
+# of the delta's norm, on the output of one layer
+CLOSE = 0.02
+
+
+@pytest.fixture
+def model(stock_int8_model):
+    """The emoji DiT in INT8 on our kernels."""
+    return patcher.patch_model(stock_int8_model)[0]
+
+
+@pytest.fixture
+def run(comfy):
+    """A function (MODEL, function) -> what `function` returns inside the MODEL's own APPLY_MODEL wrapper."""
+
+    def call(model, function):
+        comfy.model_management.load_models_gpu([model])
+        executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(
+            lambda *_: function(), model.model, model.get_wrappers("apply_model", "native_int8")
+        )
+        return executor.execute()
+
+    return call
+
+
+@pytest.fixture
+def layer_delta(run):
+    """A function (MODEL, LoRA MODEL, layer name, x) -> difference of the layer's outputs, in float64."""
+
+    def measure(plain, with_lora, name, x):
+        module = int8_linears(plain)[name]
+        before, after = run(plain, lambda: module(x)), run(with_lora, lambda: module(x))
+        assert before.dtype == after.dtype == x.dtype and before.shape == after.shape
+        return after.double() - before.double()
+
+    return measure
+
+
+def inputs(module, *rows, dtype=torch.float32):
+    return torch.randn((*rows, module.in_features), generator=torch.Generator().manual_seed(5)).to(dtype)
+
+
+def error(got, expected):
+    return float((got - expected).norm() / expected.norm())
+
+
+def counts(model):
+    record = host_backend.record_of(model)
+    return record.snapshot() | record.ways_taken()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strengths", [(1.0,), (-0.7,), (0.2, 1.0), (0.5, 0.25, 1.0, -0.3, 0.6, 0.8)], ids=str)
+def test_adds_the_sum_of_all_loras(model, layer_delta, strengths, dtype):
+    files = [lora_file(model, seed=i, dtype=dtype) for i in range(len(strengths))]
+    patched = model
+    for file, strength in zip(files, strengths, strict=True):
+        patched = add_lora(patched, file, strength)
+    for name, module in list(int8_linears(model).items())[:6]:
+        x = inputs(module, 2, 9)
+        expected = x.double() @ sum(s * delta(f, name) for f, s in zip(files, strengths, strict=True)).T
+        assert error(layer_delta(model, patched, name, x), expected) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_delta_error_in_half_precision(model, dtype):
+    file = lora_file(model, size=1e-3)
+    name, module = next(iter(int8_linears(model).items()))
+    terms = lora_branch.terms_of(add_lora(model, file).patches[f"{name}.weight"], module)
+    low_rank = lora_branch.stack(terms, module.out_features, module.in_features, torch.device("cpu"), dtype)
+    x = inputs(module, 64, dtype=dtype)
+    expected = x.double() @ delta(file, name).T
+    got = add_low_rank(torch.zeros((64, module.out_features), dtype=dtype), x, low_rank)
+    assert error(got.double(), expected) < CLOSE
+
+
+@pytest.mark.parametrize("order", ["lora first", "lora last"])
+def test_b10_order_of_nodes_does_not_matter(order, stock_int8_model, model, sample):
+    file = lora_file(model)
+    expected = sample(add_lora(model, file))
+    assert not torch.equal(expected, sample(model))
+    if order == "lora first":
+        assert torch.equal(sample(patcher.patch_model(add_lora(stock_int8_model, file))[0]), expected)
+    assert torch.equal(sample(add_lora(patcher.patch_model(stock_int8_model)[0], file)), expected)
+
+
+def test_b10_lora_on_the_float_model_comes_along(float_model, sample, cosine):
+    file = lora_file(patcher.patch_model(float_model)[0], size=0.5)
+    in_float = add_lora(float_model, file)
+    before = patcher.patch_model(in_float)[0]
+    after = add_lora(patcher.patch_model(float_model)[0], file)
+    assert torch.equal(sample(before), sample(after))
+    assert cosine(sample(after), sample(in_float)) > 0.99
+
+
+def test_b11_b12_deltas_below_half_a_step_are_kept(model, layer_delta):
+    file = lora_file(model, size=0.0005)
+    patched = add_lora(model, file)
+    for name, module in list(int8_linears(model).items())[:4]:
+        x = inputs(module, 33)
+        assert delta(file, name).abs().max() < 0.5 * module.weight._params.scale.min()
+        assert error(layer_delta(model, patched, name, x), x.double() @ delta(file, name).T) < CLOSE
+
+
+def test_b19_every_layer_stays_on_the_int8_path(model, sample):
+    sample(model)
+    plain = counts(model)
+    host_backend.record_of(model).reset()
+    patched = model
+    for seed in range(6):
+        patched = add_lora(patched, lora_file(model, seed=seed))
+        sample(patched)
+        assert counts(patched) == plain
+        host_backend.record_of(model).reset()
+
+
+def test_b34_removed_and_disabled_loras_leave_no_bit(model, sample):
+    plain = sample(model)
+    file = lora_file(model)
+    weak, strong = add_lora(model, file, 0.2), add_lora(model, file, 1.0)
+    first = sample(strong)
+    assert torch.equal(sample(add_lora(model, file, 0.0)), plain)
+    assert not torch.equal(sample(weak), plain)
+    assert torch.equal(sample(model), plain)
+    assert torch.equal(sample(strong), first)
+    assert torch.equal(sample(model), plain)
+
+
+def test_b35_b36_ten_runs_change_no_weight_and_keep_no_memory(model, sample):
+    patched = add_lora(model, lora_file(model))
+    expected = sample(patched)
+    codes = {name: module.weight._qdata.clone() for name, module in int8_linears(model).items()}
+    gc.collect()
+    before = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+    for _ in range(10):
+        assert torch.equal(sample(patched, steps=2), expected)
+    gc.collect()
+    assert sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()) <= before
+    assert all(torch.equal(module.weight._qdata, codes[name]) for name, module in int8_linears(model).items())
+
+
+def test_other_strengths_and_more_loras_reload_nothing(comfy, model, sample, monkeypatch):
+    sample(model)
+    patchers = {type(model), *type(model).__mro__}
+    loads = []
+    for kind in patchers:
+        if "patch_weight_to_device" in vars(kind):
+            monkeypatch.setattr(kind, "patch_weight_to_device", lambda *a, **k: loads.append(a[1]))
+        if "load" in vars(kind) and kind is not type(model):
+            original = vars(kind)["load"]
+            monkeypatch.setattr(kind, "load", lambda *a, _f=original, **k: (loads.append("load"), _f(*a, **k)))
+    pointers = {name: module.weight._qdata.data_ptr() for name, module in int8_linears(model).items()}
+    patched = model
+    for strength in (1.0, 0.3):
+        patched = add_lora(patched, lora_file(model), strength)
+        sample(patched)
+    sample(model)
+    assert loads == []
+    assert {name: module.weight._qdata.data_ptr() for name, module in int8_linears(model).items()} == pointers
+
+
+def test_clones_are_independent(model, sample):
+    plain = sample(model)
+    with_lora = add_lora(model, lora_file(model, seed=1))
+    twice = with_lora.clone().clone()
+    expected = sample(twice)
+    other = add_lora(twice, lora_file(model, seed=2))
+    assert not torch.equal(sample(other), expected)
+    for _ in range(2):
+        assert torch.equal(sample(with_lora), expected)
+        assert torch.equal(sample(model), plain)
+        assert torch.equal(sample(twice), expected)
+
+
+def test_the_hosts_own_clone_of_the_same_weights_bakes_as_ever(stock_int8_model, model, sample):
+    file = lora_file(model)
+    own = add_lora(stock_int8_model, file)
+    baked, beside = sample(own), sample(add_lora(model, file))
+    ours = patcher.patch_model(own)[0]
+    for _ in range(2):
+        assert torch.equal(sample(ours), beside)
+        assert torch.equal(sample(own), baked)
+    host_backend.detach(ours)
+    assert torch.equal(sample(ours), baked)
+
+
+def test_nothing_outlives_the_model(model, sample):
+    file = lora_file(model)
+    patched = add_lora(model, file)
+    sample(patched)
+    branch = weakref.ref(patched.native_int8_branch)
+    stacks = [weakref.ref(low_rank.up) for _, low_rank in branch()._made[1]]
+    assert stacks
+    adapter = weakref.ref(next(iter(patched.patches.values()))[0][1])
+    attributes = {name: set(vars(module)) for name, module in int8_linears(model).items()}
+    assert not any(short_way.BRANCH in names for names in attributes.values())
+    sample(model)
+    assert all(stack() is None for stack in stacks)
+    del patched, file
+    gc.collect()
+    assert branch() is None and adapter() is None
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_without_the_short_way_or_the_backend(switch, model, sample, monkeypatch, cosine):
+    from comfy_kitchen.registry import registry
+
+    plain, patched = sample(model), add_lora(model, lora_file(model, size=0.5))
+    expected = sample(patched)
+    monkeypatch.setenv(short_way.SWITCH, switch)
+    assert torch.equal(sample(patched), expected)
+    registry.disable("native_int8")
+    try:
+        own = sample(patched)
+    finally:
+        registry.enable("native_int8")
+    assert cosine(own, expected) > 0.999 > cosine(expected, plain)
+
+
+def test_sliced_loras_change_their_slice_only(model, layer_delta):
+    name, module = next((n, m) for n, m in int8_linears(model).items() if n.endswith("qkv"))
+    n, k = module.out_features, module.in_features
+    generator = torch.Generator().manual_seed(2)
+    from comfy.weight_adapter import LoRAAdapter
+
+    patched, expected = model.clone(), torch.zeros((n, k), dtype=torch.float64)
+    for axis, start, length in ((0, n // 3, n // 3), (0, 0, n // 3), (1, k // 2, k // 4)):
+        shape = [n, k]
+        shape[axis] = length
+        up, down = torch.randn((shape[0], 3), generator=generator), torch.randn((3, shape[1]), generator=generator)
+        adapter = LoRAAdapter(set(), (up, down, 1.5, None, None, None))
+        assert patched.add_patches({(f"{name}.weight", (axis, start, length)): adapter}, 0.8)
+        expected.narrow(axis, start, length).add_(0.8 * 0.5 * (up.double() @ down.double()))
+    x = inputs(module, 11)
+    assert error(layer_delta(model, patched, name, x), x.double() @ expected.T) < 1e-4
+
+
+def test_middle_parts_mean_what_they_mean_to_the_host(comfy, model):
+    from comfy.weight_adapter import LoRAAdapter
+
+    name, module = next(iter(int8_linears(model).items()))
+    n, k = module.out_features, module.in_features
+    up, down, mid = torch.randn(n, 4, 1, 1), torch.randn(4, k, 1, 1), torch.randn(4, 4, 1, 1)
+    patches = [(0.7, LoRAAdapter(set(), (up, down, 2.0, mid, None, None)), 1.0, None, None)]
+    expected = comfy.lora.calculate_weight(patches, torch.zeros(n, k), name)
+    low_rank = lora_branch.stack(lora_branch.terms_of(patches, module), n, k, torch.device("cpu"), torch.float32)
+    assert torch.allclose(low_rank.up @ low_rank.down, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_layers_add_the_lora_without_a_new_graph(model, run):
+    module = next(iter(int8_linears(model).values()))
+    x = inputs(module, 2, 9)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    file = lora_file(model)
+    for strength in (0.2, 1.2):
+        patched = add_lora(model, file, strength)
+        eager = run(patched, lambda: module(x))
+        got = run(patched, lambda: compiled(x))
+        assert torch.allclose(got, eager, rtol=1e-4, atol=1e-4)
+    assert len(graphs) == 1
+
+
+def test_add_low_rank_leaves_gradients_and_strides_alone():
+    x, y = torch.randn(5, 8), torch.randn(6, 5).t()
+    low_rank = LowRank(torch.randn(4, 8), torch.randn(6, 4))
+    expected = y + x @ low_rank.down.T @ low_rank.up.T
+    assert torch.allclose(add_low_rank(y, x, low_rank), expected, atol=1e-5)
+    for rows in ((), (0,), (2, 0, 3)):
+        x, y = torch.randn((*rows, 8)), torch.zeros((*rows, 6))
+        assert torch.allclose(add_low_rank(y, x, low_rank), x @ low_rank.down.T @ low_rank.up.T, atol=1e-5)
