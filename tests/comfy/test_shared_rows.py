@@ -1,7 +1,5 @@
 """Linears that read one tensor quantise it once: in the host's own classes, equal bit for bit, and nowhere else."""
 
-import contextlib
-import dataclasses
 import threading
 import weakref
 
@@ -12,6 +10,7 @@ from native_int8.nodes.int8 import host_backend, shared_rows, short_way
 from native_int8.nodes.int8.call_record import CallRecord
 from packtest import host_parts
 from packtest.host_parts import DIM, arguments, build, rows
+from packtest.short_runs import call, half_scale
 
 pytestmark = pytest.mark.comfy
 
@@ -35,19 +34,6 @@ def quantised(monkeypatch):
 @pytest.fixture(autouse=True)
 def registered(comfy):
     host_backend.register()
-
-
-def call(model, *inputs, short=True, method="__call__"):
-    """The output, and what the short way says it did."""
-    from comfy_kitchen.registry import registry
-
-    runs = []
-    with (
-        registry.use_backend("native_int8"),
-        short_way.inside(model, runs.append) if short else contextlib.nullcontext(),
-    ):
-        y = getattr(model, method)(*inputs)
-    return y, runs[0] if runs else None
 
 
 def assert_equal(got, expected):
@@ -115,12 +101,6 @@ def test_a_member_of_another_rotation_quantises_for_itself(comfy, quantised):
 
 def lora(layer):
     layer.weight_function = [lambda weight: weight * 2]
-
-
-def half_scale(layer):
-    weight = layer.weight
-    params = dataclasses.replace(weight._params, scale=weight._params.scale.half())
-    layer.weight = torch.nn.Parameter(type(weight)(weight._qdata, short_way.LAYOUT, params), requires_grad=False)
 
 
 @pytest.mark.parametrize("change", [lora, half_scale, fetched])

@@ -1,58 +1,20 @@
 """The short way in the host's own Linears: equal to the general way bit for bit, and aside whenever the host is needed."""
 
-import contextlib
+import functools
 import threading
 
 import pytest
 import torch
 from native_int8.nodes.int8 import host_backend, short_way
+from packtest.short_runs import K, N, build_pair, call, half_scale, instance_attributes
 
 pytestmark = pytest.mark.comfy
-
-K, N = 256, 48
-
-
-class Model(torch.nn.Module):
-    """Two INT8 Linears of the host and a float one, in a row."""
-
-    def __init__(self, operations):
-        super().__init__()
-        self.first = operations.Linear(K, N, dtype=torch.float32)
-        self.middle = torch.nn.Linear(N, K)
-        self.second = operations.Linear(K, N, bias=False, dtype=torch.float32)
-
-    def forward(self, x):
-        return self.second(torch.nn.functional.gelu(self.middle(self.first(x))))
-
-
-def int8_state(comfy, layer, seed, group=256):
-    from comfy.quant_ops import QuantizedTensor
-
-    generator = torch.Generator().manual_seed(seed)
-    weight = QuantizedTensor.from_float(
-        torch.randn((N, K), generator=generator), "TensorWiseINT8Layout", per_channel=True, convrot=True,
-        convrot_groupsize=group,
-    )  # fmt: skip
-    marker = f'{{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": {group}}}'
-    return {
-        f"{layer}.weight": weight._qdata,
-        f"{layer}.weight_scale": weight._params.scale,
-        f"{layer}.comfy_quant": torch.tensor(list(marker.encode()), dtype=torch.uint8),
-    }
 
 
 @pytest.fixture
 def build(comfy):
-    """A function (seed) -> a new Model whose weights depend on the seed."""
-    host_backend.register()
-
-    def make(seed=1):
-        made = Model(comfy.ops.mixed_precision_ops({}, torch.float32))
-        state = int8_state(comfy, "first", seed) | int8_state(comfy, "second", seed + 1, 64)
-        made.load_state_dict(state | {"first.bias": torch.randn(N).bfloat16()}, strict=False)
-        return made
-
-    return make
+    """A function (seed) -> a new pair of Linears whose weights depend on the seed."""
+    return functools.partial(build_pair, comfy)
 
 
 @pytest.fixture
@@ -63,23 +25,6 @@ def model(build):
 @pytest.fixture
 def x():
     return torch.randn((2, 7, K), generator=torch.Generator().manual_seed(3))
-
-
-def call(model, x, short=True):
-    """The output, and what the short way says it did."""
-    from comfy_kitchen.registry import registry
-
-    runs = []
-    with (
-        registry.use_backend("native_int8"),
-        short_way.inside(model, runs.append) if short else contextlib.nullcontext(),
-    ):
-        y = model(x)
-    return y, runs[0] if runs else None
-
-
-def instance_attributes(model):
-    return {name: set(vars(module)) for name, module in model.named_modules()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -129,14 +74,6 @@ def weight_function(layer):
 
 def bias_function(layer):
     layer.bias_function = [lambda bias: bias + 1]
-
-
-def half_scale(layer):
-    import dataclasses
-
-    weight = layer.weight
-    params = dataclasses.replace(weight._params, scale=weight._params.scale.half())
-    layer.weight = torch.nn.Parameter(type(weight)(weight._qdata, "TensorWiseINT8Layout", params), requires_grad=False)
 
 
 def sliced_bias(layer):
@@ -273,6 +210,42 @@ def test_an_error_inside_ends_it(model, x):
     assert short_way._thread.run is None
 
 
+def test_a_gradient_goes_to_the_host(model):
+    with torch.inference_mode(False):
+        x = torch.randn((2, K), requires_grad=True)
+        with torch.no_grad():
+            _, run = call(model.first, x)
+    assert run.ways == {"general": 1}
+    assert "the input requires a gradient" in run.reasons
+
+
+def test_torch_compile_traces_the_general_way_in_one_graph(model, x):
+    from comfy_kitchen.registry import registry
+
+    torch._dynamo.reset()
+    expected, _ = call(model, x, short=False)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    runs = []
+    with registry.use_backend("native_int8"):
+        for _ in range(2):
+            with short_way.inside(compiled, runs.append), torch._dynamo.config.patch(error_on_recompile=True):
+                got = compiled(x)
+    assert torch.equal(got, expected)
+    assert all(run.ways == {} for run in runs)
+
+
+def test_a_model_is_not_kept_alive(build, x):
+    import gc
+    import weakref
+
+    made = build()
+    call(made, x)
+    alive = weakref.ref(made)
+    del made
+    gc.collect()
+    assert alive() is None
+
+
 def test_another_thread_on_the_same_model_keeps_the_general_way(model, x):
     from comfy_kitchen.registry import registry
 
@@ -318,111 +291,6 @@ def test_two_threads_share_the_seats_until_the_last_leaves(model, x):
     assert all(torch.equal(result, expected) for result in results)
     assert all(run.ways == {"resident": 2} for run in runs)
     assert instance_attributes(model) == before
-
-
-def test_a_gradient_goes_to_the_host(model):
-    with torch.inference_mode(False):
-        x = torch.randn((2, K), requires_grad=True)
-        with torch.no_grad():
-            _, run = call(model.first, x)
-    assert run.ways == {"general": 1}
-    assert "the input requires a gradient" in run.reasons
-
-
-def test_torch_compile_traces_the_general_way_in_one_graph(model, x):
-    from comfy_kitchen.registry import registry
-
-    torch._dynamo.reset()
-    expected, _ = call(model, x, short=False)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    runs = []
-    with registry.use_backend("native_int8"):
-        for _ in range(2):
-            with short_way.inside(compiled, runs.append), torch._dynamo.config.patch(error_on_recompile=True):
-                got = compiled(x)
-    assert torch.equal(got, expected)
-    assert all(run.ways == {} for run in runs)
-
-
-def test_a_model_is_not_kept_alive(build, x):
-    import gc
-    import weakref
-
-    made = build()
-    call(made, x)
-    alive = weakref.ref(made)
-    del made
-    gc.collect()
-    assert alive() is None
-
-
-def test_whole_model_with_clone_twin_and_lora(comfy, stock_int8_model, sample, monkeypatch):
-    from comfy.weight_adapter import LoRAAdapter
-
-    ours = stock_int8_model.clone()
-    host_backend.attach(ours)
-    record = host_backend.record_of(ours)
-    before = instance_attributes(stock_int8_model.model)
-    got = sample(ours.clone(), steps=1)
-    ways = record.ways_taken()
-    assert ways["ways"]["resident"] > 0
-    assert set(ways["ways"]) == {"resident"}
-    assert record.snapshot()["calls"] == {"torch": ways["ways"]["resident"]}
-    monkeypatch.setenv(short_way.SWITCH, "0")
-    record.reset()
-    assert torch.equal(sample(ours, steps=1), got)
-    assert record.ways_taken() == {"ways": {}, "reasons": {}}
-    assert record.snapshot()["calls"] == {"torch": ways["ways"]["resident"]}
-    monkeypatch.delenv(short_way.SWITCH)
-
-    key = next(k for k in ours.model_state_dict() if k.endswith(".weight") and "_blocks." in k and "norm" not in k)
-    n, k = comfy.utils.get_attr(ours.model, key).shape
-    patched = ours.clone()
-    adapter = LoRAAdapter(set(), (torch.randn(n, 4), torch.randn(4, k), None, None, None, None))
-    assert patched.add_patches({key: adapter}, 0.02)
-    record.reset()
-    with_lora = sample(patched, steps=1)
-    assert not torch.equal(with_lora, got)
-    assert set(record.ways_taken()["ways"]) == {"resident"}
-    monkeypatch.setenv(short_way.SWITCH, "0")
-    assert torch.equal(sample(patched, steps=1), with_lora)
-    monkeypatch.delenv(short_way.SWITCH)
-    record.reset()
-    sample(stock_int8_model, steps=1)
-    assert record.ways_taken()["ways"] == {}
-    after = instance_attributes(stock_int8_model.model)
-    assert {name for names in after.values() for name in names} - {n for names in before.values() for n in names} <= {
-        "comfy_patched_weights", "comfy_force_cast_weights", "weight_function", "bias_function", "current_patcher"
-    }  # fmt: skip
-
-
-def test_bypass_lora_around_the_short_way(comfy, stock_int8_model, sample, monkeypatch):
-    from comfy.weight_adapter import LoRAAdapter
-    from comfy.weight_adapter.bypass import BypassInjectionManager
-
-    ours = stock_int8_model.clone()
-    host_backend.attach(ours)
-    plain = sample(ours, steps=1)
-    key = next(k for k in ours.model_state_dict() if k.endswith(".weight") and "_blocks." in k and "norm" not in k)
-    n, k = comfy.utils.get_attr(ours.model, key).shape
-    manager = BypassInjectionManager()
-    manager.add_adapter(
-        key, LoRAAdapter(set(), (torch.randn(n, 4), torch.randn(4, k) * 0.05, None, None, None, None)), strength=1.0
-    )
-    bypass = ours.clone()
-    bypass.set_injections("bypass", manager.create_injections(bypass.model))
-    record = host_backend.record_of(ours)
-    record.reset()
-    got = sample(bypass, steps=1)
-    assert not torch.equal(got, plain)
-    assert set(record.ways_taken()["ways"]) == {"resident"}
-    monkeypatch.setenv(short_way.SWITCH, "0")
-    assert torch.equal(sample(bypass, steps=1), got)
-    monkeypatch.delenv(short_way.SWITCH)
-    assert torch.equal(sample(ours, steps=1), plain)
-    layer = comfy.utils.get_attr(ours.model, key.removesuffix(".weight"))
-    assert short_way.UPPER not in vars(layer)
-    assert short_way.LOWER not in vars(layer)
 
 
 def test_copies_on_two_threads_share_the_wrapper_and_the_record(build, model, x):
