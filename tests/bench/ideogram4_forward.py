@@ -103,7 +103,7 @@ def main() -> None:
         result["forward_ms"][pixels], result["cosine"][pixels] = medians, cosine
         gc.collect()
     record = host_backend.record_of(ours)
-    result["calls"] = record.snapshot() | record.ways_taken()
+    result["calls"] = record.snapshot() | record.ways_taken() | record.rows_shared()
     for pixels, ms in result["forward_ms"].items():
         row = ", ".join(
             f"{name} {value:.1f} ms (cosine {result['cosine'][pixels][name]:.4f})" for name, value in ms.items()
