@@ -76,9 +76,11 @@ class LoadTextEncoderNativeINT8(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, clip_name: str, clip_name2: str = NONE, **options) -> tuple:
         """Run again when a file changed."""
+        from .int8 import shards
+
         paths = [folder_paths.get_full_path(FOLDER, name) for name in (clip_name, clip_name2) if name != NONE]
-        stats = [os.stat(path) if path else None for path in paths]
-        return (paths, [s and (s.st_mtime_ns, s.st_size) for s in stats], sorted(options.items()))
+        stats = [os.stat(file) for path in paths if path for file in shards.files_there(path)]
+        return (paths, [(stat.st_mtime_ns, stat.st_size) for stat in stats], sorted(options.items()))
 
     @classmethod
     def execute(cls, clip_name: str, type: str, device: str = "default", clip_name2: str = NONE) -> io.NodeOutput:

@@ -20,7 +20,7 @@ import torch
 
 from ...kernels.capability import detect as detect_device
 from . import formats, host_backend, loader, policy, shards
-from .checkpoint import CheckpointError, Header, part_names
+from .checkpoint import CheckpointError, Header, TensorInfo, dtype_name, part_names
 from .policy import Decision
 from .report import REPORT_KEY, LoadReport
 
@@ -56,15 +56,45 @@ def load_text_encoder(
     Raises:
         CheckpointError: a file is damaged, no text encoder, or in a format that is not read.
     """
+    opened = [_open(str(path)) for path in paths]
+    clip = _build(opened, clip_type, device, embedding_directory, model_options, disable_dynamic, share=True)
+    clip.patcher.cached_patcher_init = (
+        _load_patcher,
+        (tuple(paths), clip_type, device, embedding_directory, model_options),
+    )
+    return clip
+
+
+def load_state_dicts(
+    states: Sequence[dict[str, torch.Tensor]],
+    clip_type: str = "stable_diffusion",
+    device: str = "default",
+    model_options: dict | None = None,
+):
+    """Build a CLIP as `load_text_encoder` does, from tensors on any device, which stay as they are.
+
+    Args:
+        states: one or two of key -> tensor.
+    """
+    opened = []
+    for state in states:
+        tensors = {n: TensorInfo(dtype_name(t.dtype), tuple(t.shape), 0, 0) for n, t in state.items()}
+        opened.append((Header("the state dict", tensors), dict(state)))
+    return _build(opened, clip_type, device, None, model_options, False, share=False)
+
+
+def _build(
+    opened: list, clip_type: str, device: str, embedding_directory, model_options, disable_dynamic: bool, share: bool
+):
     import comfy.sd
 
     start = time.perf_counter()
     loader.check_host()
     options = loader.LoadOptions(device="cpu" if device == "cpu" else None)
     states, decisions, notes = [], [], []
-    for path in paths:
-        state, of_file, more = _native(str(path), options, alone=len(paths) == 1)
-        states.append(state)
+    for header, state in opened:
+        native, of_file, more = _native(header, state, options, share, alone=len(opened) == 1)
+        states.append(native)
         decisions += of_file
         notes += more
     # so that every encoder is built with the operations that know INT8; the host passes this on to some of them only
@@ -78,17 +108,13 @@ def load_text_encoder(
         model_options={**(model_options or {}), **of_host},
         disable_dynamic=disable_dynamic,
     )
-    clip.patcher.cached_patcher_init = (
-        _load_patcher,
-        (tuple(paths), clip_type, device, embedding_directory, model_options),
-    )
     notes += _verify(clip, decisions)
     attach(clip)
     sm = detect_device(clip.patcher.load_device).sm
     seconds = time.perf_counter() - start
     report = LoadReport(tuple(decisions), loader.source_line(decisions), sm, tuple(notes), seconds)
     clip.patcher.set_attachments(REPORT_KEY, report)
-    names = " and ".join(os.path.basename(path) for path in paths)
+    names = " and ".join(os.path.basename(header.path) for header, _ in opened)
     log.info("%s: %s; %s (%.1f s)", names, report.source_line, report.summary(), seconds)
     for reason, count in report.kept_reasons().items():
         log.info("kept in float: %d layers: %s", count, reason)
@@ -157,24 +183,24 @@ def _for_text(decision: Decision) -> Decision:
     return decision if reason is None else replace(decision, action="keep", reason=reason, rotation_group=0)
 
 
-def _native(path: str, options: loader.LoadOptions, alone: bool) -> tuple[dict, list[Decision], list[str]]:
-    """One file -> (state dict in the host's native format, decisions, notes)."""
+def _native(
+    header: Header, state: dict, options: loader.LoadOptions, share: bool, alone: bool
+) -> tuple[dict, list[Decision], list[str]]:
+    """One file -> (state dict in the host's native format, decisions, notes); `state` is used up."""
     import comfy.sd
-    import comfy.utils
 
-    header, state = _open(path)
     doubts: Counter = Counter()
     specs = formats.detect(header, state.__getitem__, doubts)
     if alone and comfy.sd.detect_te_model(loader.as_float(state, specs)) is None:
         raise CheckpointError(
-            f"{path}: not recognised as a text encoder: its parts are {', '.join(part_names(header.tensors))}. A text "
+            f"{header.path}: not recognised as a text encoder: its parts are {', '.join(part_names(header.tensors))}. A text "
             "encoder that this ComfyUI knows is needed; load a diffusion model with Load DiT (Native INT8), and update "
             "ComfyUI if the encoder is new."
         )
     decisions = plan(specs)
     notes = formats.sentences(doubts) + formats.name_notes(header, specs)
     notes += formats.rotation_notes(specs, state.__getitem__)
-    native = loader.convert(specs, decisions, state, options, None, share=True)
+    native = loader.convert(specs, decisions, state, options, None, share)
     # so that the scale of a head goes with its weight
     native = {_renamed(name) if name.startswith("lm_head.") else name: tensor for name, tensor in native.items()}
     return native, decisions, notes

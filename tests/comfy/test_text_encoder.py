@@ -1,6 +1,8 @@
 """Text encoders in the host's own classes: INT8 weights are multiplied in INT8 although the host computes text in float32."""
 
+import functools
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -210,6 +212,38 @@ def test_an_encoder_is_freed_without_the_garbage_collector(files):
         assert encoder() is None
     finally:
         gc.enable()
+
+
+def test_a_state_dict_stays_as_it_is_and_gives_the_same(comfy, files):
+    state = comfy.utils.load_torch_file(files["qwen"])
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    clip = text_encoder.load_state_dicts([state], "lumina2", model_options=OPTIONS)
+    assert state.keys() == before.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    assert torch.equal(encode(clip), encode(ours(files["qwen"])))
+
+
+def test_node_loads_the_chosen_files_and_tells_what_became_of_them(comfy, files, monkeypatch, caplog):
+    import folder_paths
+    from native_int8.nodes.load_text_encoder_native_int8 import LoadTextEncoderNativeINT8 as Node
+
+    folder = str(Path(files["t5xxl"]).parent)
+    monkeypatch.setitem(folder_paths.folder_names_and_paths, "text_encoders", ([folder], {".safetensors"}))
+    # the only thing a user cannot choose: the small sizes
+    load = functools.partial(text_encoder.load_text_encoder, model_options=OPTIONS)
+    monkeypatch.setattr(text_encoder, "load_text_encoder", load)
+    # the host's executor gives a node its id
+    monkeypatch.setattr(Node, "hidden", types.SimpleNamespace(unique_id=None))
+    names = [item.id for item in Node.define_schema().inputs]
+    assert names == ["clip_name", "type", "device", "clip_name2"]
+    chosen = {"clip_name": "clip_l.safetensors", "type": "flux", "clip_name2": "t5xxl.safetensors"}
+    with caplog.at_level("INFO", "native_int8"):
+        (clip,) = Node.execute(**chosen).args
+    assert "14 layers INT8" in caplog.text
+    encode(clip, clip.tokenize("a red apple"))
+    assert calls(clip) == 2 * 7
+    first = Node.fingerprint_inputs(**chosen)
+    assert first == Node.fingerprint_inputs(**chosen) != Node.fingerprint_inputs(**chosen | {"clip_name2": "none"})
 
 
 def test_plan_keeps_tables_pictures_and_clip_in_float():
