@@ -87,6 +87,19 @@ def _subclass(kind: type) -> type:
     return type(f"NativeInt8{kind.__name__}", (_Loading, kind), {"__doc__": _Loading.__doc__})
 
 
+@functools.cache
+def _lazy_piece() -> type:
+    from comfy.model_patcher import LazyCastingParamPiece
+
+    class LazyPiece(LazyCastingParamPiece):
+        """The host's, which asks codes for a gradient and so cannot hold them."""
+
+        def __new__(cls, caster, state_dict_key, tensor):
+            return torch.nn.Parameter.__new__(cls, tensor, False)
+
+    return LazyPiece
+
+
 class _Loading:
     """The host's patcher with patches on INT8 Linears beside the weights; see lora_patcher.py."""
 
@@ -114,13 +127,22 @@ class _Loading:
                     plan.baked[key] = module
         return plan
 
-    def load(self, device_to=None, *args, **kwargs):
-        """The host's load without the patches on INT8 weights, then those that are baked in."""
+    def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False, **more):
+        """The host's load without the patches on INT8 weights, then those that are baked in, then callbacks."""
+        from comfy.patcher_extension import CallbacksMP
+
         plan = self.native_int8_plan()
-        with self._hidden(plan):
-            result = super().load(device_to, *args, **kwargs)
+        facts = (device_to, lowvram_model_memory, force_patch_weights, full_load)
+        callbacks = self.callbacks.pop(CallbacksMP.ON_LOAD, {})
+        try:
+            with self._hidden(plan):
+                result = super().load(*facts, **more)
+        finally:
+            self.callbacks[CallbacksMP.ON_LOAD] = callbacks
         self._bake(plan, device_to)
         self._loaded(plan)
+        for callback in self.get_all_callbacks(CallbacksMP.ON_LOAD):
+            callback(self, *facts)
         return result
 
     def partially_load(self, device_to, *args, **kwargs):
@@ -156,22 +178,31 @@ class _Loading:
         missing = 0 if branch is None else branch.missing_bytes(self.model.get_dtype_inference())
         return super().memory_required(*args, **kwargs) + missing
 
-    def model_state_dict_for_saving(self, *args, **kwargs):
-        """The host's; it must bake what runs beside, and not again what is baked in."""
-        plan = self.native_int8_plan()
-        flags = {module: False for module, _ in plan.beside.values()}
-        flags.update({module: True for key, module in plan.baked.items() if key in self.backup})
-        before = {module: module.__dict__.get("comfy_patched_weights") for module in flags}
+    def model_state_dict_for_saving(self, model=None, prefix=""):
+        """The host's, with every patch on an INT8 weight baked in once, when a saver asks for the tensor."""
+        from comfy.model_patcher import LazyCastingQuantizedParam
+
+        modules = (self.model if model is None else model).named_modules()
+        int8 = {path: module for path, module in modules if short_way.is_known(module)}
+        before = {module: module.__dict__.get("comfy_patched_weights") for module in int8.values()}
         try:
-            for module, flag in flags.items():
-                module.comfy_patched_weights = flag
-            return super().model_state_dict_for_saving(*args, **kwargs)
+            # to the host: take it as it is
+            for module in before:
+                module.comfy_patched_weights = True
+            state = super().model_state_dict_for_saving(model, prefix)
         finally:
             for module, flag in before.items():
                 if flag is None:
                     del module.comfy_patched_weights
                 else:
                     module.comfy_patched_weights = flag
+        for path, module in int8.items():
+            name = f"{path}.weight"
+            if prefix + name in self.patches and prefix + name not in self.backup:
+                lazy = LazyCastingQuantizedParam(self, prefix + name)
+                for part in module.weight.state_dict(name).keys() & state.keys():
+                    state[part] = _lazy_piece()(lazy, prefix + part, state[part])
+        return state
 
     @contextlib.contextmanager
     def _hidden(self, plan: Plan):
