@@ -22,38 +22,43 @@ from typing import NamedTuple
 
 import torch
 
-HOST = "comfy.ldm."
+HOST = "comfy."
 # class of the host -> (method, groups of children in the order in which the method calls them)
 TABLE: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
-    "cosmos.predict2.Attention": ("compute_qkv", (("q_proj", "k_proj", "v_proj"),)),
-    "aura.mmdit.SingleAttention": ("forward", (("w1q", "w1k", "w1v"),)),
-    "aura.mmdit.DoubleAttention": ("forward", (("w1q", "w1k", "w1v"), ("w2q", "w2k", "w2v"))),
-    "boogu.model.BooguDoubleStreamProcessor": (
+    "ldm.cosmos.predict2.Attention": ("compute_qkv", (("q_proj", "k_proj", "v_proj"),)),
+    "ldm.aura.mmdit.SingleAttention": ("forward", (("w1q", "w1k", "w1v"),)),
+    "ldm.aura.mmdit.DoubleAttention": ("forward", (("w1q", "w1k", "w1v"), ("w2q", "w2k", "w2v"))),
+    "ldm.boogu.model.BooguDoubleStreamProcessor": (
         "forward",
         (("img_to_q", "img_to_k", "img_to_v"), ("instruct_to_q", "instruct_to_k", "instruct_to_v")),
     ),
-    "ernie.model.ErnieImageAttention": ("forward", (("to_q", "to_k", "to_v"),)),
-    "ernie.model.ErnieImageFeedForward": ("forward", (("up_proj", "gate_proj"),)),
-    "flux.layers.YakMLP": ("forward", (("gate_proj", "up_proj"),)),
-    "hidream.model.FeedForwardSwiGLU": ("forward", (("w1", "w3"),)),
-    "krea2.model.Attention": ("forward", (("wq", "wk", "wv", "gate"),)),
-    "krea2.model.SwiGLU": ("forward", (("gate", "up"),)),
-    "lens.model.GateMLP": ("forward", (("w1", "w3"),)),
+    "ldm.ernie.model.ErnieImageAttention": ("forward", (("to_q", "to_k", "to_v"),)),
+    "ldm.ernie.model.ErnieImageFeedForward": ("forward", (("up_proj", "gate_proj"),)),
+    "ldm.flux.layers.YakMLP": ("forward", (("gate_proj", "up_proj"),)),
+    "ldm.hidream.model.FeedForwardSwiGLU": ("forward", (("w1", "w3"),)),
+    "ldm.krea2.model.Attention": ("forward", (("wq", "wk", "wv", "gate"),)),
+    "ldm.krea2.model.SwiGLU": ("forward", (("gate", "up"),)),
+    "ldm.lens.model.GateMLP": ("forward", (("w1", "w3"),)),
     # self-attentions and cross-attentions are one class: a tensor that is not the one before is quantised anew
-    "lightricks.model.CrossAttention": ("forward", (("to_q", "to_k", "to_v"),)),
+    "ldm.lightricks.model.CrossAttention": ("forward", (("to_q", "to_k", "to_v"),)),
     # Ideogram 4 and Z-Image
-    "lumina.model.FeedForward": ("forward", (("w1", "w3"),)),
-    "omnigen.omnigen2.Attention": ("forward", (("to_q", "to_k", "to_v"),)),
-    "omnigen.omnigen2.LuminaFeedForward": ("forward", (("linear_1", "linear_3"),)),
-    "qwen_image.model.Attention": (
+    "ldm.lumina.model.FeedForward": ("forward", (("w1", "w3"),)),
+    "ldm.omnigen.omnigen2.Attention": ("forward", (("to_q", "to_k", "to_v"),)),
+    "ldm.omnigen.omnigen2.LuminaFeedForward": ("forward", (("linear_1", "linear_3"),)),
+    "ldm.qwen_image.model.Attention": (
         "forward",
         (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")),
     ),
-    "wan.ar_model.CausalWanSelfAttention": ("forward", (("q", "k", "v"),)),
-    "wan.model.WanSelfAttention": ("forward", (("q", "k", "v"),)),
-    "wan.model.WanT2VCrossAttention": ("forward", (("k", "v"),)),
-    "wan.model.WanI2VCrossAttention": ("forward", (("k", "v"), ("k_img", "v_img"))),
-    "wan.model.WanT2VCrossAttentionGather": ("forward", (("k", "v"),)),
+    "ldm.wan.ar_model.CausalWanSelfAttention": ("forward", (("q", "k", "v"),)),
+    "ldm.wan.model.WanSelfAttention": ("forward", (("q", "k", "v"),)),
+    "ldm.wan.model.WanT2VCrossAttention": ("forward", (("k", "v"),)),
+    "ldm.wan.model.WanI2VCrossAttention": ("forward", (("k", "v"), ("k_img", "v_img"))),
+    "ldm.wan.model.WanT2VCrossAttentionGather": ("forward", (("k", "v"),)),
+    # text encoders
+    "text_encoders.llama.Attention": ("forward", (("q_proj", "k_proj", "v_proj"),)),
+    "text_encoders.llama.MLP": ("forward", (("gate_proj", "up_proj"),)),
+    "text_encoders.t5.T5Attention": ("forward", (("q", "k", "v"),)),
+    "text_encoders.t5.T5DenseGatedActDense": ("forward", (("wi_0", "wi_1"),)),
 }
 
 

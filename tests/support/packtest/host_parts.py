@@ -11,9 +11,9 @@ HEAD_DIM = DIM // HEADS
 
 
 def host_class(name: str) -> type:
-    """A class of comfy.ldm by the name that shared_rows.TABLE gives it."""
+    """A class of comfy by the name that shared_rows.TABLE gives it."""
     module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(f"comfy.ldm.{module}"), attribute)
+    return getattr(importlib.import_module(f"comfy.{module}"), attribute)
 
 
 def rows(count: int = ROWS, seed: int = 0) -> torch.Tensor:
@@ -34,36 +34,50 @@ def _joint():
     )
 
 
-def _wan(ops):
-    return {"operation_settings": {"operations": ops, "device": None, "dtype": torch.bfloat16}}
+def _llama():
+    return SimpleNamespace(
+        num_attention_heads=HEADS, num_key_value_heads=HEADS, hidden_size=DIM, head_dim=HEAD_DIM, intermediate_size=HIDDEN,
+        qkv_bias=True, q_norm=None, k_norm=None, mlp_activation="silu",
+    )  # fmt: skip
+
+
+def _attend(*arguments, **keywords):
+    from comfy.ldm.modules.attention import optimized_attention
+
+    return optimized_attention(*arguments, **keywords)
 
 
 # name -> arguments of the class beside the operations, and what its forward is called with
 _GATED, _ATTENTION = (DIM, HIDDEN), (DIM, HEADS, HEAD_DIM)
 ARGUMENTS = {
-    "aura.mmdit.DoubleAttention": ((DIM, HEADS), lambda: (rows(TEXT_ROWS, 1), rows())),
-    "aura.mmdit.SingleAttention": ((DIM, HEADS), lambda: (rows(),)),
-    "boogu.model.BooguDoubleStreamProcessor": (
+    "ldm.aura.mmdit.DoubleAttention": ((DIM, HEADS), lambda: (rows(TEXT_ROWS, 1), rows())),
+    "ldm.aura.mmdit.SingleAttention": ((DIM, HEADS), lambda: (rows(),)),
+    "ldm.boogu.model.BooguDoubleStreamProcessor": (
         (DIM, HEAD_DIM, HEADS, HEADS), lambda: (_joint(), rows(), rows(TEXT_ROWS, 1), None)),
-    "cosmos.predict2.Attention": ((DIM, None, HEADS, HEAD_DIM), lambda: (rows(),)),
-    "ernie.model.ErnieImageAttention": (_ATTENTION, lambda: (rows(),)),
-    "ernie.model.ErnieImageFeedForward": (_GATED, lambda: (rows(),)),
-    "flux.layers.YakMLP": (_GATED, lambda: (rows(),)),
-    "hidream.model.FeedForwardSwiGLU": ((DIM, HIDDEN, 64), lambda: (rows(),)),
-    "krea2.model.Attention": ((DIM, HEADS), lambda: (rows(),)),
-    "krea2.model.SwiGLU": ((DIM, 2, False, 64), lambda: (rows(),)),
-    "lens.model.GateMLP": (_GATED, lambda: (rows(),)),
-    "lightricks.model.CrossAttention": ((DIM, None, HEADS, HEAD_DIM), lambda: (rows(),)),
-    "lumina.model.FeedForward": ((DIM, HIDDEN, 64, None), lambda: (rows(),)),
-    "omnigen.omnigen2.Attention": ((DIM, HEAD_DIM, HEADS, HEADS), lambda: (rows(),) * 2),
-    "omnigen.omnigen2.LuminaFeedForward": ((DIM, HIDDEN, 64), lambda: (rows(),)),
-    "qwen_image.model.Attention": (
+    "ldm.cosmos.predict2.Attention": ((DIM, None, HEADS, HEAD_DIM), lambda: (rows(),)),
+    "ldm.ernie.model.ErnieImageAttention": (_ATTENTION, lambda: (rows(),)),
+    "ldm.ernie.model.ErnieImageFeedForward": (_GATED, lambda: (rows(),)),
+    "ldm.flux.layers.YakMLP": (_GATED, lambda: (rows(),)),
+    "ldm.hidream.model.FeedForwardSwiGLU": ((DIM, HIDDEN, 64), lambda: (rows(),)),
+    "ldm.krea2.model.Attention": ((DIM, HEADS), lambda: (rows(),)),
+    "ldm.krea2.model.SwiGLU": ((DIM, 2, False, 64), lambda: (rows(),)),
+    "ldm.lens.model.GateMLP": (_GATED, lambda: (rows(),)),
+    "ldm.lightricks.model.CrossAttention": ((DIM, None, HEADS, HEAD_DIM), lambda: (rows(),)),
+    "ldm.lumina.model.FeedForward": ((DIM, HIDDEN, 64, None), lambda: (rows(),)),
+    "ldm.omnigen.omnigen2.Attention": ((DIM, HEAD_DIM, HEADS, HEADS), lambda: (rows(),) * 2),
+    "ldm.omnigen.omnigen2.LuminaFeedForward": ((DIM, HIDDEN, 64), lambda: (rows(),)),
+    "ldm.qwen_image.model.Attention": (
         (DIM, HEAD_DIM, HEADS), lambda: (rows(), rows(TEXT_ROWS, 1), None, None, turns(TEXT_ROWS + ROWS))),
-    "wan.ar_model.CausalWanSelfAttention": ((DIM, HEADS), lambda: (rows(), turns(ROWS).transpose(1, 2))),
-    "wan.model.WanI2VCrossAttention": ((DIM, HEADS), lambda: (rows(), rows(TEXT_ROWS, 1), 2)),
-    "wan.model.WanSelfAttention": ((DIM, HEADS), lambda: (rows(), turns(ROWS).transpose(1, 2))),
-    "wan.model.WanT2VCrossAttention": ((DIM, HEADS), lambda: (rows(), rows(TEXT_ROWS, 1))),
-    "wan.model.WanT2VCrossAttentionGather": ((DIM, HEADS), lambda: (rows(), rows(32, 1))),
+    "ldm.wan.ar_model.CausalWanSelfAttention": ((DIM, HEADS), lambda: (rows(), turns(ROWS).transpose(1, 2))),
+    "ldm.wan.model.WanI2VCrossAttention": ((DIM, HEADS), lambda: (rows(), rows(TEXT_ROWS, 1), 2)),
+    "ldm.wan.model.WanSelfAttention": ((DIM, HEADS), lambda: (rows(), turns(ROWS).transpose(1, 2))),
+    "ldm.wan.model.WanT2VCrossAttention": ((DIM, HEADS), lambda: (rows(), rows(TEXT_ROWS, 1))),
+    "ldm.wan.model.WanT2VCrossAttentionGather": ((DIM, HEADS), lambda: (rows(), rows(32, 1))),
+    "text_encoders.llama.Attention": (
+        (_llama(),), lambda: (rows(), None, (torch.rand((ROWS, HEAD_DIM)), *torch.rand((2, ROWS, HEAD_DIM // 2))), _attend)),
+    "text_encoders.llama.MLP": ((_llama(),), lambda: (rows(),)),
+    "text_encoders.t5.T5Attention": ((DIM, DIM, HEADS, False), lambda: (rows(), None, None, _attend)),
+    "text_encoders.t5.T5DenseGatedActDense": ((DIM, HIDDEN, "gelu_pytorch_tanh"), lambda: (rows(),)),
 }  # fmt: skip
 
 
@@ -71,8 +85,11 @@ def build(comfy, name: str, group: int = 0, groups: dict[str, int] | None = None
     """A module of the host with random INT8 Linears, rotated by `group`, or by another group where `groups` names one."""
     ops = comfy.ops.mixed_precision_ops({}, torch.bfloat16)
     positional, _ = ARGUMENTS[name]
-    in_settings = name.startswith(("wan.", "lumina."))
-    keywords = _wan(ops) if in_settings else {"operations": ops, "dtype": torch.bfloat16}
+    static = {"device": None, "dtype": torch.bfloat16}
+    if name.startswith(("ldm.wan.", "ldm.lumina.")):
+        keywords = {"operation_settings": static | {"operations": ops}}
+    else:
+        keywords = static | {"ops" if name.startswith("text_encoders.llama.") else "operations": ops}
     module = host_class(name)(*positional, **keywords)
     fill(module, group, groups or {})
     return module
