@@ -40,26 +40,27 @@ def quantize_rows_torch(
     rows = min(max(1, chunk_bytes // (4 * max(k, 1))), x.shape[0])
     # a CPU spends more on new memory, page by page, than on the numbers in it
     spare = [torch.empty(rows * k) for _ in range(2 if rotation_group else 1)] if on_cpu else []
+    amax = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+    # a tensor, not a Python number: CUDA divides by a number through its reciprocal, which rounds differently
+    most = torch.full_like(amax, 127.0)
     for start in range(0, x.shape[0], rows):
         part = slice(start, start + rows)
-        buffers = [s[: q[part].numel()].view(-1, k) for s in spare]
+        codes, top = q[part], amax[part]
+        buffers = [s[: codes.numel()].view(-1, k) for s in spare]
         v = buffers[0].copy_(x[part]) if buffers and input_act is None else apply_input_act(x[part], input_act)
         if rotation_group:
             v = rotate_torch(v, rotation_group, (buffers[1], buffers[0]) if buffers else None)
         # NaN passes through both, so that amax is finite exactly when its row is
-        amax = torch.maximum(v.amax(dim=1, keepdim=True), v.amin(dim=1, keepdim=True).neg())
-        bad = ~torch.isfinite(amax)
-        amax = amax.masked_fill(bad, 1.0).clamp(min=127 * MIN_SCALE)
-        # tensors, not Python numbers: CUDA divides by a number through its reciprocal, which rounds differently
-        most = torch.full_like(amax, 127.0)
+        torch.maximum(v.amax(dim=1, keepdim=True), v.amin(dim=1, keepdim=True).neg_(), out=top)
         # v is x itself when nothing was done to it
         own = bool(on_cpu or rotation_group or input_act or x.dtype != torch.float32)
-        codes = torch.mul(v, most / amax, out=v if own else None).round_()
-        # on a GPU the question would wait for it
-        if not on_cpu or bad.any():
-            codes.masked_fill_(bad, 0.0)
-        q[part].copy_(codes)
-        scale[part] = (amax / most).masked_fill(bad, float("nan")).squeeze(1)
+        factor = most[part] / top.clamp(min=127 * MIN_SCALE)
+        codes.copy_(torch.mul(v, factor, out=v if own else None).round_())
+    bad = ~(amax < float("inf"))
+    # on a GPU the question would wait for it
+    if not on_cpu or bad.any():
+        q.masked_fill_(bad, 0)
+    scale.copy_((amax.clamp_(min=127 * MIN_SCALE) / most).masked_fill_(bad, float("nan")).squeeze(1))
 
 
 def quantize_2d(

@@ -101,3 +101,17 @@ def test_saving_takes_two_layers(bench, big, tmp_path):
     model.patches.clear()
     _, _, total = watched(bench, lambda: save.save_model(model, str(tmp_path / "saved.safetensors")))
     assert total <= 2 * largest
+
+
+def test_the_program_says_which_bars_hold(bench, big, tmp_path):
+    path, largest = big
+    rows = [{"way": way, "runs": bench.measure(way, path, str(tmp_path), "cpu", 2, 60.0)} for way in ("plain", "int8")]
+    assert [len(row["runs"]) for row in rows] == [2, 2]
+    bench.summarise(rows, largest)
+    assert rows[0]["times_plain"] == 1 and rows[1]["model"] < 0.7 * rows[0]["model"]
+    text = bench.table(rows, largest)
+    assert "pass int8: host memory beyond the result <= 2 layers" in text
+    rows[1]["beyond_layers"] = 2.5
+    assert "FAIL int8: host memory beyond the result <= 2 layers: 2.50" in bench.table(rows, largest)
+    # a share of the time that is used up ends after one load
+    assert len(bench.measure("plain", path, str(tmp_path), "cpu", 3, 0.0)) == 1
