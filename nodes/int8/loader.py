@@ -264,7 +264,7 @@ _LOOKS_LIKE = (
     ((".lora_up.", ".lora_down.", ".lora_A.", ".lora_B.", ".lokr_w1", ".hada_w1"), "a LoRA; load it with a LoRA loader"),
     (("control_model.", "controlnet_", "zero_convs."), "a ControlNet; load it with Load ControlNet Model"),
     (("decoder.conv_in.", "encoder.conv_in.", "decoder.up_blocks.", "post_quant_conv."), "a VAE; load it with Load VAE"),
-    (("embed_tokens.", "text_model.", "encoder.block.", "lm_head.", "word_embeddings."), "a text encoder; load it with Load CLIP"),
+    (("embed_tokens.", "text_model.", "encoder.block.", "lm_head.", "word_embeddings."), "a text encoder; use Load Text Encoder (Native INT8)"),
 )  # fmt: skip
 
 

@@ -77,8 +77,8 @@ def native_state(clip) -> dict[str, torch.Tensor]:
     return {k.partition(".transformer.")[2]: v for k, v in clip.get_sd().items() if ".transformer." in k}
 
 
-def measure(clip, tokens: dict, rounds: int) -> dict:
-    """Encode `rounds` times after one to warm up; milliseconds, peak memory and weights expanded per encode."""
+def measure(clip, tokens: dict, rounds: int, others_bytes: int) -> dict:
+    """Encode `rounds` times after one to warm up; milliseconds, peak memory beyond `others_bytes`, weights expanded."""
     cuda = torch.cuda.is_available()
     wait = torch.cuda.synchronize if cuda else lambda: None
     with Dequantised() as dequantised:
@@ -98,7 +98,7 @@ def measure(clip, tokens: dict, rounds: int) -> dict:
     return {
         "ms": statistics.median(times),
         "first_s": first,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "peak_gib": (torch.cuda.max_memory_allocated() - others_bytes) / 2**30 if cuda else None,
         "weights_gib": clip.patcher.model_size() / 2**30,
         "expanded": dequantised.count,
         "out": out.get("conditioning_llama3", out["cond"]).float().cpu(),
@@ -134,6 +134,7 @@ def three_ways(comfy, text_encoder, state, kind, options, prompts: dict, rounds:
     rows, results, int8_state = [], {}, None
     for way in ("bf16", "ours", "host INT8"):
         before = time.perf_counter()
+        others_bytes = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         if way == "bf16":
             clip = stock(dict(state))
         elif way == "ours":
@@ -146,7 +147,7 @@ def three_ways(comfy, text_encoder, state, kind, options, prompts: dict, rounds:
             record = host_backend.record_of(clip.patcher)
             if record is not None:
                 record.reset()
-            row = measure(clip, tokens, rounds)
+            row = measure(clip, tokens, rounds, others_bytes)
             results[way, name] = row.pop("out")
             calls = sum(record.snapshot()["calls"].values()) // (rounds + 1) if record else 0
             row |= {"way": way, "prompt": name, "load_s": load_s, "our_int8_calls": calls}
