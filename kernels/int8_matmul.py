@@ -92,7 +92,7 @@ def matmul_2d(
 
     tile = tile or pick(device, q_x.shape[0], q_w.shape[0], q_x.shape[1])
     with on_device(q_x.device):
-        int8_matmul_triton(q_x, x_scale, q_w, w_scale, bias, y, tile, sm_of(device))
+        int8_matmul_triton(q_x, x_scale, q_w, w_scale, bias, y, tile, sm_of(device), device.multiprocessors)
     return y
 
 

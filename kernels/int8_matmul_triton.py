@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .launch import Launcher, Starter, is_aligned
-from .tiles import reject
+from .tiles import reject, split_of
 
 
 @triton.jit
@@ -193,14 +193,23 @@ def uses_tma(tile, aligned: bool, k: int, stride_xm: int, stride_wn: int) -> boo
     return tile.tma and aligned and k % 16 == 0 and stride_xm % 16 == 0 and stride_wn % 16 == 0
 
 
-def int8_matmul_triton(q_x, x_scale, q_w, w_scale, bias, y, tile, sm: int = 0) -> Starter | None:
+def int8_matmul_triton(
+    q_x, x_scale, q_w, w_scale, bias, y, tile, sm: int = 0, multiprocessors: int | None = None
+) -> Starter | None:
     """q_x [M, K] int8, x_scale [M] fp32, q_w [N, K] int8, w_scale fp32 of 1 or N values, bias [N] | None -> y [M, N].
 
     Rows of q_x, q_w and y may be strided; columns must be contiguous. M, N and K > 0. sm names the architecture for
-    the guard. Returns what starts the same pointer kernel again, None for the TMA kernel.
+    the guard, multiprocessors counts the SMs for split-K. Returns what starts the same pointer kernel again, None for
+    the TMA and split-K kernels.
     """
     m, k = q_x.shape
     n = q_w.shape[0]
+    split = split_of(tile, m, n, k, multiprocessors) if tile.split_k and multiprocessors else None
+    if split is not None:
+        from .int8_matmul_split_k_triton import int8_matmul_split_k_triton
+
+        int8_matmul_split_k_triton(q_x, x_scale, q_w, w_scale, bias, y, tile, split, sm)
+        return None
     stride_xm, stride_wn, stride_ym = q_x.stride(0), q_w.stride(0), y.stride(0)
     pointers = (q_x.data_ptr(), q_w.data_ptr(), x_scale.data_ptr(), w_scale.data_ptr(), y.data_ptr())
     aligned = is_aligned(*pointers, 0 if bias is None else bias.data_ptr())

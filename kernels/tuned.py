@@ -23,7 +23,7 @@ from .tuning import Entry, TuningResult
 log = logging.getLogger("native_int8.tuned")
 
 FORMAT = "native_int8 tiles 1"
-_TILE = re.compile(r"(\d+)x(\d+)x(\d+) w(\d+) s(\d+) g(\d+)( tma)?")
+_TILE = re.compile(r"(\d+)x(\d+)x(\d+) w(\d+) s(\d+) g(\d+)( tma)?( splitk)?")
 _HINT = "Run INT8 Tune Kernels again to measure this machine."
 
 
@@ -68,7 +68,9 @@ def tile_from(name: str) -> Tile:
     found = _TILE.fullmatch(name)
     if found is None:
         raise ValueError(f"{name!r} is not a tile; needed: a text such as '128x128x64 w4 s4 g8'")
-    return Tile(*(int(found.group(i)) for i in range(1, 7)), tma=found.group(7) is not None)
+    return Tile(
+        *(int(found.group(i)) for i in range(1, 7)), tma=found.group(7) is not None, split_k=found.group(8) is not None
+    )
 
 
 def write(path: Path, device: Device, result: TuningResult, merge: bool = True) -> None:

@@ -19,8 +19,9 @@ import torch
 from .capability import Device, detect
 from .dispatch import Int8Error, LinearFacts, choose_for
 from .int8_matmul import matmul_2d
+from .launch import on_device
 from .quantize_rows import quantize_2d
-from .tiles import Tile, reachable, reject, sm_of
+from .tiles import Split, Tile, reachable, reject, sm_of
 
 log = logging.getLogger("native_int8.warmup")
 
@@ -82,7 +83,15 @@ class MatmulVariant:
         w_scale = torch.ones((self.n if self.row_scales else 1,), device=torch_device)
         bias = None if self.bias_dtype is None else torch.zeros((self.n,), dtype=self.bias_dtype, device=torch_device)
         try:
-            matmul_2d(q_x, x_scale, q_w, w_scale, bias, self.out_dtype, "triton", device, self.tile)
+            y = matmul_2d(q_x, x_scale, q_w, w_scale, bias, self.out_dtype, "triton", device, self.tile)
+            if self.tile.split_k:
+                # so small an output is not split by itself
+                from .int8_matmul_split_k_triton import int8_matmul_split_k_triton
+
+                with on_device(torch_device):
+                    int8_matmul_split_k_triton(
+                        q_x, x_scale, q_w, w_scale, bias, y, self.tile, Split(0, 1), sm_of(device)
+                    )
         except torch.OutOfMemoryError:
             raise
         # whatever Triton, its assembler or the driver raises about one tile, the next tile may be fine

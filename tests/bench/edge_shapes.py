@@ -8,6 +8,7 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1, else the allocator's rounding hides that. Resu
 
 import argparse
 import importlib
+from dataclasses import replace
 
 import torch
 from exact import accumulate_fp64, first_difference, quantise_rows, rounded_once
@@ -28,7 +29,8 @@ class Suite:
         self.tiles = importlib.import_module(f"{package}.tiles")
         self.matmul = importlib.import_module(f"{package}.int8_matmul_triton").int8_matmul_triton
         self.fused = importlib.import_module(f"{package}.int8_matmul_fused_triton")
-        self.sm = self.tiles.sm_of(kernels.detect(torch.device("cuda", 0)))
+        device = kernels.detect(torch.device("cuda", 0))
+        self.sm, self.multiprocessors = self.tiles.sm_of(device), device.multiprocessors
         self.generator = torch.Generator("cuda").manual_seed(0)
         self.runs, self.wrong = 0, []
 
@@ -53,13 +55,17 @@ class Suite:
         return (1, block + 1) if self.quick else (1, block - 1, block, block + 1)
 
     def matmuls(self) -> None:
-        """Each tile of this architecture, as the table has it and, where it uses TMA, also with pointers."""
-        for tile in sorted(self.tiles.all_tiles(self.sm), key=str):
+        """Each tile of this architecture, as the table has it and, where it uses TMA, also with pointers.
+
+        The tiles of large M also split along K: with fewer tiles than SMs, all of them are split.
+        """
+        split = {replace(tile, split_k=True) for tile in self.tiles.default_large_tiles(self.sm)}
+        for tile in sorted(self.tiles.all_tiles(self.sm) | split, key=str):
             for m in self.rows_around(tile.block_m):
                 for k, n in QUICK_K_N if self.quick else FULL_K_N:
                     q_x, x_scale, q_w, w_scale, bias = self.operands(m, k, n, n % 2 == 0)
                     y = torch.empty((m, n), dtype=torch.bfloat16, device="cuda")
-                    self.matmul(q_x, x_scale, q_w, w_scale, bias, y, tile, self.sm)
+                    self.matmul(q_x, x_scale, q_w, w_scale, bias, y, tile, self.sm, self.multiprocessors)
                     expected = rounded_once(accumulate_fp64, q_x, x_scale, q_w, w_scale, bias, torch.bfloat16)
                     self.expect(f"{tile.name} on {m}x{k}x{n}", y, expected)
 

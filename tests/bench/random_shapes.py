@@ -153,14 +153,14 @@ class Checker:
         found = []
         one = torch.ones((max(shape.m, shape.n),), device=self.device)
         buffer, y = strided(shape.m, shape.n, shape, torch.float32, self.device, -7.0)
-        self.matmul(q_x, one[: shape.m], q_w, one[: w_scale.numel()], None, y, tile, sm)
+        self.matmul(q_x, one[: shape.m], q_w, one[: w_scale.numel()], None, y, tile, sm, facts.multiprocessors)
         # larger sums are compared as rounded to fp32, which both sides do alike
         fits = int(acc.abs().max()) < EXACT_FP32
         self.count["int32 sums" if fits else "int32 sums, rounded to fp32"] += 1
         found.append(("int32 sums", difference_in(buffer, y, -7.0, acc.float())))
         expected = rounded_once(lambda *_: acc, q_x, x_scale, q_w, w_scale, bias, dtype)
         buffer, y = strided(shape.m, shape.n, shape, dtype, self.device, -7.0)
-        self.matmul(q_x, x_scale, q_w, w_scale, bias, y, tile, sm)
+        self.matmul(q_x, x_scale, q_w, w_scale, bias, y, tile, sm, facts.multiprocessors)
         self.count["outputs"] += 1
         found.append((f"output with {tile.name}", difference_in(buffer, y, -7.0, expected)))
         return [f"{what}: {text}" for what, text in found if text]

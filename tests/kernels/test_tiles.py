@@ -110,10 +110,10 @@ def test_reachable_names_every_tile_that_pick_can_give(name):
 def test_the_number_of_sms_decides_on_consumer_cards():
     # 4096 x 4608 fills whole waves of 128x128 tiles on 84 SMs, and leaves a tail on 82
     tile, wide = tiles.Tile(128, 128, 64, 4, 4), tiles.Tile(128, 256, 64, 8, 4)
-    assert tiles.wave_time(tile, 4096, 4608, 84) < tiles.wave_time(tile, 4096, 4608, 82)
-    assert tiles.wave_time(wide, 4096, 4608, 84) < tiles.wave_time(wide, 4096, 4608, 82)
+    assert tiles.wave_time(tile, 4096, 4608, 4608, 84) < tiles.wave_time(tile, 4096, 4608, 4608, 82)
+    assert tiles.wave_time(wide, 4096, 4608, 4608, 84) < tiles.wave_time(wide, 4096, 4608, 4608, 82)
     cheapest = tiles.pick(card("3090"), 4096, 4608, 4608)
-    times = {t: tiles.wave_time(t, 4096, 4608, 82) for t in tiles.table_of(86)[-1].tiles}
+    times = {t: tiles.wave_time(t, 4096, 4608, 4608, 82) for t in tiles.table_of(86)[-1].tiles}
     assert times[cheapest] == min(times.values())
 
 
