@@ -15,7 +15,7 @@ from .dispatch import LinearFacts, UnsupportedInput, choose_for
 from .int8_matmul import check_weight, int8_matmul_torch
 from .launch import is_aligned, on_device
 from .quantize_rows import quantize_2d
-from .tiles import pick, sm_of
+from .tiles import Tile, pick, sm_of, split_of
 
 # equal kinds are one object, so that comparing them costs a call nothing
 _rows_kinds: dict[tuple, tuple] = {}
@@ -50,6 +50,7 @@ class PreparedLinear:
     __slots__ = (
         "_act",
         "_device",
+        "_facts",
         "_group",
         "_k",
         "_n",
@@ -86,6 +87,8 @@ class PreparedLinear:
         n, k = weight.shape
         self.device = weight.device
         self._device = detect(weight.device)
+        # what the matmul wants to know of the GPU
+        self._facts = sm_of(self._device), self._device.multiprocessors
         self.implementation = choose_for(
             self._device, LinearFacts(k, n, rotation_group, input_act), implementation
         ).implementation
@@ -167,7 +170,7 @@ class PreparedLinear:
 
             q = buffer[: plan.scales_at].view(m, self._k)
             scale = buffer[plan.scales_at :].view(torch.float32)
-            int8_matmul_triton(q, scale, weight, weight_scale, bias, y.view(m, self._n), plan.tile, sm_of(self._device))
+            int8_matmul_triton(q, scale, weight, weight_scale, bias, y.view(m, self._n), plan.tile, *self._facts)
             return buffer
         plan.matmul(
             plan.matmul_programs,
@@ -182,6 +185,15 @@ class PreparedLinear:
             ),
         )
         return buffer
+
+    def _starts_by_tensor(self, tile: Tile, m: int) -> bool:
+        """Whether the matmul's kernels want tensors for m rows: TMA descriptors, or a split along K."""
+        k, multiprocessors = self._k, self._facts[1]
+        if tile.split_k and multiprocessors and split_of(tile, m, self._n, k, multiprocessors) is not None:
+            return True
+        from .int8_matmul_triton import uses_tma
+
+        return uses_tma(tile, True, k, k, self._weight_stride)
 
     def _first(self, key: tuple, x, weight, weight_scale, bias, y, rows) -> torch.Tensor:
         """Run by tensors, compiling where needed, and keep what a second run with as many rows can use."""
@@ -199,11 +211,11 @@ class PreparedLinear:
             x = x if x.stride(1) == 1 else x.contiguous()
             quantise_starter = quantise.quantize_rows_triton(x, q, scale, self._group, self._act)
         matmul_starter = matmul.int8_matmul_triton(
-            q, scale, weight, weight_scale.view(-1), bias, y, tile, sm_of(self._device)
+            q, scale, weight, weight_scale.view(-1), bias, y, tile, *self._facts
         )
-        tma = matmul.uses_tma(tile, True, k, k, self._weight_stride)
+        by_tensor = self._starts_by_tensor(tile, m)
         quantised = rows is not None or (quantise_starter is not None and x.stride(0) == self.columns)
-        if not quantised or (matmul_starter is None and not tma):
+        if not quantised or (matmul_starter is None and not by_tensor):
             return buffer
         plan = _Plan()
         plan.tile, plan.bytes, plan.scales_at = tile, scales_at + 4 * m, scales_at
