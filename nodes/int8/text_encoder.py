@@ -235,7 +235,7 @@ def _verify(clip, decisions: list[Decision]) -> list[str]:
     """Check that the host took every INT8 weight as INT8; codes read as floats would be noise without an error.
 
     Returns:
-        notes on INT8 layers that the encoder lacks.
+        notes on INT8 layers that the encoder lacks, and on those that are not multiplied in INT8.
     Raises:
         CheckpointError: a module holds INT8 codes as plain numbers.
     """
@@ -254,6 +254,13 @@ def _verify(clip, decisions: list[Decision]) -> list[str]:
                 f"{decision.layer}.weight: the encoder's {type(found[0]).__name__} did not take it as INT8. A Linear of "
                 "ComfyUI's mixed precision operations is needed; load this file with the stock Load CLIP, or update ComfyUI."
             )
-    if not absent:
-        return []
-    return [f"{len(absent)} INT8 layers of the file are not part of this encoder, such as {absent[0]}."]
+    notes = []
+    if absent:
+        notes.append(f"{len(absent)} INT8 layers of the file are not part of this encoder, such as {absent[0]}.")
+    marked = [d.layer for d in decisions if d.action == "adopt" and d.spec.full_precision]
+    if marked:
+        notes.append(
+            f"{len(marked)} INT8 layers are marked for full precision in the file, such as {marked[0]}: they are expanded at "
+            "every call, as their maker chose."
+        )
+    return notes

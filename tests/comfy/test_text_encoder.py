@@ -86,6 +86,17 @@ def encode(clip, tokens=TOKENS):
     return clip.encode_from_tokens_scheduled(tokens)[0][0]
 
 
+def as_file(clip):
+    """The weights of a CLIP under the names of a file of its encoder."""
+    return {k.partition(".transformer.")[2]: v.contiguous() for k, v in clip.get_sd().items() if ".transformer." in k}
+
+
+def as_published(state):
+    """The host's names of a Qwen3-VL as its makers spell them."""
+    names = {"model.": "model.language_model.", "visual.": "model.visual."}
+    return {names[old] + k.removeprefix(old): v for k, v in state.items() for old in names if k.startswith(old)}
+
+
 def calls(clip):
     return sum(host_backend.record_of(clip.patcher).snapshot()["calls"].values())
 
@@ -120,9 +131,8 @@ def test_every_int8_linear_runs_in_int8_and_the_text_is_the_same(comfy, files, c
 
 def test_the_host_alone_expands_every_weight_of_the_same_file(comfy, files, tmp_path, dequantised):
     clip = ours(files["qwen"])
-    state = {k.partition(".transformer.")[2]: v for k, v in clip.get_sd().items() if ".transformer." in k}
     path = str(tmp_path / "int8.safetensors")
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
+    save_file(as_file(clip), path)
     host = stock(comfy, path)
     # the host's own float32 result, and proof that ours changed nothing for other encoders
     host_result = encode(host)
@@ -134,6 +144,21 @@ def test_the_host_alone_expands_every_weight_of_the_same_file(comfy, files, tmp_
     assert len(dequantised) == QWEN_LINEARS and calls(adopted) == QWEN_LINEARS
     assert torch.equal(got, encode(clip))
     assert torch.nn.functional.cosine_similarity(got.flatten(), host_result.flatten(), dim=0) > 0.999
+
+
+def test_a_layer_marked_for_full_precision_stays_so_and_is_told(files, dequantised):
+    state = as_file(ours(files["qwen"]))
+    marker = (
+        b'{"format": "int8_tensorwise", "full_precision_matrix_mult": true, "convrot": true, "convrot_groupsize": 256}'
+    )
+    state["model.layers.1.mlp.down_proj.comfy_quant"] = torch.tensor(list(marker), dtype=torch.uint8)
+    clip = text_encoder.load_state_dicts([state], "lumina2", model_options=OPTIONS)
+    encode(clip)
+    assert dequantised == [(2560, 512)] and calls(clip) == QWEN_LINEARS - 1
+    (note,) = clip.patcher.get_attachment(REPORT_KEY).notes
+    assert note.startswith(
+        "1 INT8 layers are marked for full precision in the file, such as model.layers.1.mlp.down_proj"
+    )
 
 
 def test_stock_text_node_encodes_with_a_t5(comfy, files, cosine):
@@ -189,6 +214,44 @@ def test_two_files_of_flux(comfy, files, cosine):
     assert calls(clip) == 2 * 7
     assert torch.equal(got_pooled, want_pooled)
     assert cosine(got, want) > 0.999
+
+
+def test_a_vision_language_file_with_a_picture_and_an_int8_table(comfy, tmp_path, cosine, monkeypatch):
+    from comfy.quant_ops import QuantizedTensor
+    from comfy.text_encoders import qwen3vl
+
+    small = {"hidden_size": 256, "intermediate_size": 512, "depth": 2, "deepstack_visual_indexes": [0, 1]}
+    monkeypatch.setitem(qwen3vl.QWEN3VL_VISION, "qwen3vl_4b", small)
+    options = {"qwen3vl_4b_model_config": QWEN}
+    model = qwen3vl._make_qwen3vl_model("qwen3vl_4b")(dict(QWEN), torch.bfloat16, "cpu", comfy.ops.manual_cast)
+    state = as_published(weights(model))
+    picture = {"type": "image", "data": torch.rand((1, 64, 64, 3), generator=torch.Generator().manual_seed(2))}
+    tokens = {"qwen3vl_4b": [[(i, 1.0) for i in range(1, 20)] + [(picture, 1.0), (30, 1.0)]]}
+    host = comfy.sd.load_text_encoder_state_dicts(
+        [dict(state)], clip_type=comfy.sd.CLIPType.LUMINA2, model_options=dict(options)
+    )
+    want = encode(host, tokens)
+
+    clip = text_encoder.load_state_dicts([state], "lumina2", model_options=options)
+    got = encode(clip, tokens)
+    assert calls(clip) == clip.patcher.get_attachment(REPORT_KEY).int8_layers == QWEN_LINEARS
+    assert clip.patcher.get_attachment(REPORT_KEY).notes == ()
+    assert cosine(got, want) > 0.999
+
+    table = "model.language_model.embed_tokens"
+    codes = QuantizedTensor.from_float(state[f"{table}.weight"].float(), "TensorWiseINT8Layout", per_channel=True)
+    file = as_published(as_file(clip))
+    file |= {
+        f"{table}.weight": codes._qdata,
+        f"{table}.weight_scale": codes._params.scale,
+        f"{table}.comfy_quant": torch.tensor(list(b'{"format": "int8_tensorwise"}'), dtype=torch.uint8),
+    }
+    path = str(tmp_path / "vl_int8.safetensors")
+    save_file(file, path)
+    adopted = text_encoder.load_text_encoder([path], "lumina2", model_options=options)
+    assert adopted.patcher.get_attachment(REPORT_KEY).int8_layers == QWEN_LINEARS + 1
+    assert cosine(encode(adopted, tokens), want) > 0.999
+    assert calls(adopted) == QWEN_LINEARS
 
 
 def test_the_host_can_build_the_patcher_again(files):
