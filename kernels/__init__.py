@@ -8,7 +8,7 @@ int8_matmul          | int8 x int8 -> int32, scales and bias in the epilogue | i
 int8_linear          | act? + rotate? + quantise + matmul: one Linear        | (the kernels above)          | int8_linear.py
 int8_linear_swiglu   | two Linears with SwiGLU in the epilogue               | int8_matmul_fused_triton.py  | int8_linear_fused.py
 int8_linear_residual | a Linear with gate and residual in the epilogue       | int8_matmul_fused_triton.py  | int8_linear_fused.py
-add_low_rank         | y + (x down^T) up^T: what LoRAs add to a Linear        | -                            | low_rank.py
+add_low_rank         | y + (x down^T) up^T: what LoRAs add to a Linear       | int8_matmul_low_rank_triton.py | low_rank.py
 
 Around them: capability.py (what this GPU can do), dispatch.py (which implementation, and why not the others),
 tiles.py (which tile), tile_search.py, tuning.py and tuned.py (measure a card's own tiles, on request), warmup.py

@@ -17,6 +17,24 @@ class LowRank(NamedTuple):
     up: torch.Tensor
 
 
+# the kernel's steps through the rank
+RANK_STEP = 32
+# fp32 factors would be multiplied in TF32
+EPILOGUE_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def fits_epilogue(low_rank: LowRank, x: torch.Tensor) -> bool:
+    """Whether the Triton matmul can add `low_rank` in its epilogue for an input x."""
+    down, up = low_rank
+    return (
+        up.dtype is x.dtype
+        and x.dtype in EPILOGUE_DTYPES
+        and down.device == x.device
+        and up.shape[1] % RANK_STEP == 0
+        and up.is_contiguous()
+    )
+
+
 def add_low_rank(y: torch.Tensor, x: torch.Tensor, low_rank: LowRank) -> torch.Tensor:
     """y + (x down^T) up^T, both products accumulated in fp32; the sum is rounded once, the inner product once before.
 

@@ -14,6 +14,7 @@ from .capability import detect
 from .dispatch import LinearFacts, UnsupportedInput, choose_for
 from .int8_matmul import check_weight, int8_matmul_torch
 from .launch import is_aligned, on_device
+from .low_rank import LowRank, add_low_rank, fits_epilogue
 from .quantize_rows import quantize_2d
 from .tiles import Tile, pick, sm_of, split_of
 
@@ -120,12 +121,14 @@ class PreparedLinear:
         weight_scale: torch.Tensor,
         bias: torch.Tensor | None = None,
         rows: torch.Tensor | tuple | None = None,
+        low_rank: LowRank | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | tuple | None]:
         """Run the layer with rows that another layer of the same `rows_kind` quantised from the same x.
 
         Args:
-            x, weight, weight_scale, bias: as in a call; x is not read when rows are given.
+            x, weight, weight_scale, bias: as in a call; x is not read when rows are given and low_rank is not.
             rows: what the other layer's `with_rows` returned; None to quantise x here.
+            low_rank: y gets (x down^T) up^T added, as `add_low_rank` does; not for an `input_act`.
         Returns:
             the output, and the rows for the next layer: for "triton" int8 [M * K padded to 16 bytes + 4 M], codes and
             then float32 scales; for "torch" codes [M, K] and scales [M]. None without rows or without outputs.
@@ -138,27 +141,34 @@ class PreparedLinear:
             if rows is None:
                 rows = quantize_2d(x.reshape(m, self.columns), self._group, self._act, self.implementation)
             int8_matmul_torch(*rows, weight, weight_scale, bias, y.view(m, self._n))
-            return y, rows
+            return y if low_rank is None else add_low_rank(y, x, low_rank), rows
+        if low_rank is not None and not fits_epilogue(low_rank, x):
+            y, rows = self.with_rows(x, weight, weight_scale, bias, rows)
+            return add_low_rank(y, x, low_rank), rows
         with on_device(self.device):
-            key = (m, x.dtype, None if bias is None else bias.dtype)
+            low = ()
+            if low_rank is not None:
+                low = torch.nn.functional.linear(x.reshape(m, self.columns), low_rank.down), low_rank.up
+            key = (m, x.dtype, None if bias is None else bias.dtype, low[1].shape[1] if low else 0)
             plan = self._plans.get(key)
             pointers = (
                 x.data_ptr(), weight.data_ptr(), weight_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
             )  # fmt: skip
+            low_at = (low[0].data_ptr(), low[1].data_ptr()) if low else ()
             if (
                 plan is None
                 or not x.is_contiguous()
-                or not is_aligned(*pointers)
+                or not is_aligned(*pointers, *low_at)
                 # a plan that was made with given rows
                 or (rows is None and plan.quantise is None)
                 # the table changes when a card was tuned or a tile rejected
                 or plan.tile is not pick(self._device, m, self._n, self._k)
             ):
                 x = x.reshape(m, self.columns) if rows is None else None
-                return y, self._first(key, x, weight, weight_scale, bias, y.view(m, self._n), rows)
-            return y, self._again(plan, m, pointers, weight, weight_scale, bias, y, rows)
+                return y, self._first(key, x, weight, weight_scale, bias, y.view(m, self._n), rows, low)
+            return y, self._again(plan, m, pointers, low_at, weight, weight_scale, bias, y, rows)
 
-    def _again(self, plan: _Plan, m: int, pointers: tuple, weight, weight_scale, bias, y, rows) -> torch.Tensor:
+    def _again(self, plan: _Plan, m: int, pointers: tuple, low_at: tuple, weight, weight_scale, bias, y, rows):
         x_at, weight_at, weight_scale_at, bias_at = pointers
         buffer = torch.empty(plan.bytes, dtype=torch.int8, device=self.device) if rows is None else rows
         q_at = buffer.data_ptr()
@@ -181,6 +191,7 @@ class PreparedLinear:
                 weight_scale_at,
                 bias_at or weight_scale_at,
                 y.data_ptr(),
+                *low_at,
                 *plan.matmul_numbers,
             ),
         )
@@ -195,7 +206,7 @@ class PreparedLinear:
 
         return uses_tma(tile, True, k, k, self._weight_stride)
 
-    def _first(self, key: tuple, x, weight, weight_scale, bias, y, rows) -> torch.Tensor:
+    def _first(self, key: tuple, x, weight, weight_scale, bias, y, rows, low: tuple) -> torch.Tensor:
         """Run by tensors, compiling where needed, and keep what a second run with as many rows can use."""
         from . import int8_matmul_triton as matmul
         from . import quantize_rows_triton as quantise
@@ -210,10 +221,16 @@ class PreparedLinear:
         if rows is None:
             x = x if x.stride(1) == 1 else x.contiguous()
             quantise_starter = quantise.quantize_rows_triton(x, q, scale, self._group, self._act)
-        matmul_starter = matmul.int8_matmul_triton(
-            q, scale, weight, weight_scale.view(-1), bias, y, tile, *self._facts
-        )
-        by_tensor = self._starts_by_tensor(tile, m)
+        weight_scale = weight_scale.view(-1)
+        if low:
+            from . import int8_matmul_low_rank_triton as with_low_rank
+
+            matmul_starter = with_low_rank.int8_matmul_low_rank_triton(
+                q, scale, weight, weight_scale, bias, *low, y, tile
+            )
+        else:
+            matmul_starter = matmul.int8_matmul_triton(q, scale, weight, weight_scale, bias, y, tile, *self._facts)
+        by_tensor = not low and self._starts_by_tensor(tile, m)
         quantised = rows is not None or (quantise_starter is not None and x.stride(0) == self.columns)
         if not quantised or (matmul_starter is None and not by_tensor):
             return buffer
@@ -222,9 +239,11 @@ class PreparedLinear:
         plan.quantise, plan.matmul = quantise_starter, matmul_starter
         plan.quantise_numbers = quantise.numbers(k, self.columns, k, self._group, self._act)
         plan.matmul_programs = matmul.programs(m, n, tile)
-        plan.matmul_numbers = matmul.numbers(
-            m, n, k, (k, self._weight_stride, n), self._row_scales, bias is not None, tile
-        )
+        strides, facts = (k, self._weight_stride, n), (self._row_scales, bias is not None, tile)
+        if low:
+            plan.matmul_numbers = with_low_rank.numbers(m, n, k, strides, key[-1], *facts)
+        else:
+            plan.matmul_numbers = matmul.numbers(m, n, k, strides, *facts)
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         self._plans[key] = plan

@@ -105,11 +105,11 @@ class SharedRows:
         self.spared = 0
         self.not_shared: Counter[str] = Counter()
 
-    def run(self, place: Place | None, prepared, input, weight, weight_scale, bias) -> torch.Tensor:
+    def run(self, place: Place | None, prepared, input, weight, weight_scale, bias, low_rank=None) -> torch.Tensor:
         """Call `prepared` (a PreparedLinear) with the rows of an earlier member, or keep its rows for a later one."""
         kept, self._kept = self._kept, None
         if place is None:
-            return prepared(input, weight, weight_scale, bias)
+            return prepared.with_rows(input, weight, weight_scale, bias, None, low_rank)[0]
         group, position, is_last, host = place
         rows = None
         if (
@@ -122,7 +122,7 @@ class SharedRows:
         ):
             rows = kept.rows
             self.spared += 1
-        y, rows = prepared.with_rows(input, weight, weight_scale, bias, rows)
+        y, rows = prepared.with_rows(input, weight, weight_scale, bias, rows, low_rank)
         if not is_last and rows is not None and host.is_the_hosts():
             self._kept = _Kept(group, position, input, prepared.rows_kind, rows)
         return y

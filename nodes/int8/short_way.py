@@ -207,9 +207,8 @@ def _upper_seat(module: torch.nn.Module, linear: _Linear):
         prepared = known[0]
         run.ways[RESIDENT] += 1
         run.calls[prepared.implementation] += 1
-        y = run.shared.run(linear.place, prepared, input, weight._qdata, weight._params.scale, bias)
-        low_rank = attributes.get(BRANCH)
-        return y if low_rank is None else add_low_rank(y, input, low_rank)
+        scale, low_rank = weight._params.scale, attributes.get(BRANCH)
+        return run.shared.run(linear.place, prepared, input, weight._qdata, scale, bias, low_rank)
 
     return forward_comfy_cast_weights
 
@@ -218,24 +217,21 @@ def _lower_seat(module: torch.nn.Module, linear: _Linear):
     of_class = getattr(type(module), LOWER)
 
     def _forward(input, weight, bias):
-        y = product(input, weight, bias)
+        run = None if _is_compiling() else getattr(_thread, "run", None)
         # not from the dictionary: a compiler follows attributes
         low_rank = getattr(module, BRANCH, None)
-        return y if low_rank is None else add_low_rank(y, input, low_rank)
-
-    def product(input, weight, bias):
-        run = None if _is_compiling() else getattr(_thread, "run", None)
-        if run is None:
-            return of_class(module, input, weight, bias)
-        prepared = _fetched(linear, input, weight, bias)
-        if type(prepared) is str:
+        if run is not None:
+            prepared = _fetched(linear, input, weight, bias)
+            if type(prepared) is not str:
+                run.ways[FETCHED] += 1
+                run.calls[prepared.implementation] += 1
+                scale = weight._params.scale
+                return run.shared.run(linear.place, prepared, input, weight._qdata, scale, bias, low_rank)
             run.reasons[prepared] += 1
             run.ways[GENERAL] += 1
             run.shared.pass_by(linear.place)
-            return of_class(module, input, weight, bias)
-        run.ways[FETCHED] += 1
-        run.calls[prepared.implementation] += 1
-        return run.shared.run(linear.place, prepared, input, weight._qdata, weight._params.scale, bias)
+        y = of_class(module, input, weight, bias)
+        return y if low_rank is None else add_low_rank(y, input, low_rank)
 
     return _forward
 

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from native_int8.kernels import LowRank, add_low_rank
+from native_int8.kernels import add_low_rank
 from native_int8.nodes.int8 import host_backend, lora_branch, patcher, short_way
 from packtest.loras import add_lora, delta, int8_linears, lora_file
 
@@ -54,6 +54,11 @@ def inputs(module, *rows, dtype=torch.float32):
 
 def error(got, expected):
     return float((got - expected).norm() / expected.norm())
+
+
+def tensors_alive():
+    # by type: isinstance would wake up lazy modules of torch
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 def counts(model):
@@ -143,11 +148,11 @@ def test_b35_b36_ten_runs_change_no_weight_and_keep_no_memory(model, sample):
     expected = sample(patched)
     codes = {name: module.weight._qdata.clone() for name, module in int8_linears(model).items()}
     gc.collect()
-    before = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+    before = tensors_alive()
     for _ in range(10):
         assert torch.equal(sample(patched, steps=2), expected)
     gc.collect()
-    assert sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()) <= before
+    assert tensors_alive() <= before
     assert all(torch.equal(module.weight._qdata, codes[name]) for name, module in int8_linears(model).items())
 
 
@@ -277,13 +282,3 @@ def test_compiled_layers_add_the_lora_without_a_new_graph(model, run):
         got = run(patched, lambda: compiled(x))
         assert torch.allclose(got, eager, rtol=1e-4, atol=1e-4)
     assert len(graphs) == 1
-
-
-def test_add_low_rank_leaves_gradients_and_strides_alone():
-    x, y = torch.randn(5, 8), torch.randn(6, 5).t()
-    low_rank = LowRank(torch.randn(4, 8), torch.randn(6, 4))
-    expected = y + x @ low_rank.down.T @ low_rank.up.T
-    assert torch.allclose(add_low_rank(y, x, low_rank), expected, atol=1e-5)
-    for rows in ((), (0,), (2, 0, 3)):
-        x, y = torch.randn((*rows, 8)), torch.zeros((*rows, 6))
-        assert torch.allclose(add_low_rank(y, x, low_rank), x @ low_rank.down.T @ low_rank.up.T, atol=1e-5)

@@ -75,6 +75,14 @@ def test_fused_epilogues_leave_the_loop_clean(version, kernel):
 
 
 @pytest.mark.parametrize("version", TRITONS)
+def test_a_low_rank_product_in_the_epilogue_spills_nothing(version):
+    found = of(version, "int8_matmul_low_rank")
+    assert len(found) == len(of(version, "int8_matmul"))
+    for r in found:
+        assert r["stack_bytes"] == 0 and r["loop_local_memory"] == 0 and r["loop_mma"] > 0, r
+
+
+@pytest.mark.parametrize("version", TRITONS)
 def test_hopper_uses_its_own_matrix_instruction(version):
     large = {t.name for t in tiles.default_large_tiles(90)}
     assert all(r["wgmma"] > 0 for r in of(version, "int8_matmul", 90) if r["variant"] in large)

@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 import torch
-from native_int8.kernels import UnsupportedInput, int8_linear, quantize_rows
+from native_int8.kernels import LowRank, UnsupportedInput, int8_linear, quantize_rows
 from native_int8.kernels.compiled import interpreted
 from native_int8.kernels.launch import Launcher, Starter
 from native_int8.kernels.prepared_linear import MAX_PLANS, PreparedLinear
@@ -275,3 +275,22 @@ def test_a_new_tile_makes_a_new_plan(monkeypatch, device):
     assert sum(tile in key for key in launches) == 1
     prepared(x, q, scale, b)
     assert sum(tile in key for key in launches) == 1
+
+
+@pytest.mark.skipif(not interpreted(), reason="on a GPU every second call goes this way")
+@pytest.mark.parametrize("rank", [32, 96])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_later_calls_pass_the_addresses_of_a_low_rank_product(starters, bias, rank, device):
+    q, scale, b = layer(device)
+    b = b if bias else None
+    low_ranks = [LowRank(rows((rank, K), device), rows((N, rank), device) * sign) for sign in (1, -0.5)]
+    first, later = rows((1, 5, K), device), rows((1, 5, K), device).flip(-1).contiguous()
+    fresh = PreparedLinear(q, scale, implementation="triton")
+    expected = fresh.with_rows(later, q, scale, b, None, low_ranks[1])[0]
+    starters.clear()
+    prepared = PreparedLinear(q, scale, implementation="triton")
+    prepared.with_rows(first, q, scale, b, None, low_ranks[0])
+    y, kept = prepared.with_rows(later, q, scale, b, None, low_ranks[1])
+    assert_same(y, expected, "y")
+    assert [starter.starts for starter in starters] == [1, 1]
+    assert_same(prepared.with_rows(later, q, scale, b, kept, low_ranks[1])[0], expected, "y")

@@ -170,6 +170,24 @@ def fused_reports(kernels, sm: int):
         yield report("int8_matmul_residual", tile.name, sm, compiled)
 
 
+def low_rank_reports(kernels, sm: int):
+    """Every tile of an architecture's table with a low-rank product in the epilogue."""
+    module = kernels["int8_matmul_low_rank_triton"]
+    types = {
+        "x_ptr": INT8, "x_scale_ptr": FP32, "w_ptr": INT8, "w_scale_ptr": FP32, "bias_ptr": "*bf16", "y_ptr": "*bf16",
+        "inner_ptr": "*bf16", "up_ptr": "*bf16", "m": "i32", "n": "i32", "k": "i32", "stride_xm": "i32",
+        "stride_wn": "i32", "stride_ym": "i32", "rank": "i32",
+    }  # fmt: skip
+    for tile in sorted(kernels["tiles"].all_tiles(sm), key=str):
+        constants = {
+            "ROW_SCALES": True, "HAS_BIAS": True, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m, "EVEN_K": True, "BLOCK_R": module.RANK_STEP,
+        }  # fmt: skip
+        options = {"enable_fp_fusion": False}
+        compiled = _compile(module._int8_matmul_low_rank_kernel, types, constants, sm, tile.warps, tile.stages, options)
+        yield report("int8_matmul_low_rank", tile.name, sm, compiled)
+
+
 def usual_form_reports(sm: int):
     """The textbook form on the default large tile."""
     types = {"x_ptr": INT8, "w_ptr": INT8, "y_ptr": "*bf16", "k": "i32"}
@@ -198,12 +216,19 @@ def all_reports(sms, forms):
     packtest.load_pack()
     import importlib
 
-    names = ("int8_matmul_triton", "int8_matmul_fused_triton", "quantize_rows_triton", "tiles")
+    names = (
+        "int8_matmul_triton",
+        "int8_matmul_fused_triton",
+        "int8_matmul_low_rank_triton",
+        "quantize_rows_triton",
+        "tiles",
+    )
     kernels = {name: importlib.import_module(f"{packtest.NAME}.kernels.{name}") for name in names}
     for sm in sms:
         if "trans" in forms:
             yield from matmul_reports(kernels, sm)
             yield from fused_reports(kernels, sm)
+            yield from low_rank_reports(kernels, sm)
             yield from quantize_reports(kernels, sm)
         if "usual" in forms:
             yield from usual_form_reports(sm)
