@@ -9,7 +9,18 @@ from native_int8.nodes.int8 import formats, policy, quantize
 from native_int8.nodes.int8.checkpoint import CheckpointError, header_of, read_header
 from packtest import ROOT
 from packtest.checkpoints import dequantised, floats, marker, regular_matrix
-from packtest.int8_files import END, LAYERS, MAKERS, REFUSED, START, by_rows, sylvester_matrix, turn, with_table
+from packtest.int8_files import (
+    END,
+    LAYERS,
+    MAKERS,
+    REFUSED,
+    START,
+    by_rows,
+    hadamard_settings,
+    sylvester_matrix,
+    turn,
+    with_table,
+)
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -244,6 +255,39 @@ def test_sdnqs_rotation_is_seen_in_its_settings(name, tmp_path):
                 load(path)
         else:
             load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sdnq_version": "0.2.0"}, r"groups of 64 and sdnq_version 0\.2\.0, whose matrix was one or the other"),
+        ({"sdnq_version": None}, "no sdnq_version"),
+        ({"sdnq_version": "newest"}, "no sdnq_version"),
+        ({"hadamard_group_size": 96}, "hadamard_group_size 96"),
+        ({"hadamard_group_size": True}, "hadamard_group_size True"),
+        ({"hadamard_group_size": None}, "hadamard_group_size None"),
+        ({"modules_quant_config": {"blocks.0": {"use_hadamard": False}}}, "settings for single layers"),
+    ],
+)
+def test_a_rotation_of_sdnq_that_is_not_told_is_refused(changes, words, tmp_path):
+    maker = MAKERS["sdnq-hadamard-narrow"]
+    tensors, metadata, _ = maker.file()
+    settings = {**json.loads(metadata["quantization_config"]), **changes}
+    path = str(tmp_path / "model.safetensors")
+    save_file(tensors, path, {"quantization_config": json.dumps(settings)})
+    with pytest.raises(CheckpointError, match=words):
+        load(path)
+
+
+@pytest.mark.parametrize(("columns", "most", "group"), [(96, 256, 32), (64, 16, 16), (4096, 4096, 4096), (6, 256, 0)])
+def test_sdnqs_group_is_the_largest_that_divides_the_columns(columns, most, group, tmp_path):
+    tensors = MAKERS["sdnq"].write("a", floats(8, columns)).tensors
+    path = str(tmp_path / "model.safetensors")
+    save_file(tensors, path, hadamard_settings("0.2.4", most))
+    header = read_header(path)
+    spec = formats.detect(header, tensors.__getitem__)["a"]
+    assert (spec.rotation_group, spec.sylvester) == (group, group == 32)
+    assert bool(spec.convert) == (group in (32, 4096))
 
 
 def test_a_convolution_with_one_scale_is_kept():

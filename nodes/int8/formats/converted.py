@@ -5,10 +5,11 @@ The detectors of this file come before `native.int8`, which would take these lay
 
 import json
 import os
+from dataclasses import replace
 
 from ..checkpoint import FLOAT_DTYPES, CheckpointError, Header, TensorInfo
 from .markers import small_number
-from .native import check_rows, check_scale_there, is_transposed, maker
+from .native import BIGGEST_GROUP, check_rows, check_scale_there, is_transposed, maker
 from .spec import BLOCKS, LayerSpec, Stored
 
 _QUAROT, _SIGMA = ".quarot_hadamard", ".hadanorm_sigma"
@@ -176,11 +177,63 @@ def sdnq(stored: Stored) -> LayerSpec | None:
     return _spec(stored, "SDNQ", why, parts, shape=shape, transposed=transposed, per_row=scale.count > 1)
 
 
-def check_sdnq_settings(header: Header) -> None:
-    """Stop where SDNQ's settings, in the metadata or beside the file, say that its weights are rotated.
+def sdnq_rotated(header: Header, specs: dict[str, LayerSpec]) -> dict[str, LayerSpec]:
+    """The specs with the rotation that SDNQ's settings, in the metadata or beside the file, say; the tensors tell nothing.
 
-    The rotation leaves no trace in the tensors, so such a file would load and draw noise.
+    SDNQ stores W H, by groups of columns; a low-rank part and a zero point are of W H too. The group of a layer is the largest power of 2 up to `hadamard_group_size` that divides its columns. H is ConvRot's
+    for powers of 4 from version 0.2.1 on, else Sylvester's; 0.2.0 was either.
+
+    Raises:
+        CheckpointError: the settings do not say which rotation it is.
     """
+    settings = next((s for s in _sdnq_settings(header) if s.get("use_hadamard") is True), None)
+    if settings is None:
+        return specs
+    most, version = settings.get("hadamard_group_size"), _version(settings.get("sdnq_version"))
+    overrides = settings.get("modules_quant_config") or {}
+    if not isinstance(most, int) or most not in (1 << n for n in range(2, 13)) or "hadamard" in json.dumps(overrides):
+        raise _unknown_rotation(
+            header, f"hadamard_group_size {most!r} and settings for single layers {overrides!r:.100}"
+        )
+    return {
+        layer: _sdnq_rotated(header, spec, most, version) if spec.format == "SDNQ" else spec
+        for layer, spec in specs.items()
+    }
+
+
+def _sdnq_rotated(header: Header, spec: LayerSpec, most: int, version: tuple[int, ...] | None) -> LayerSpec:
+    if len(spec.shape) != 2:
+        raise _unknown_rotation(header, f"a rotated weight {list(spec.shape)} ({spec.weight})")
+    columns = spec.shape[1]
+    # the largest power of 2 that divides the columns is columns & -columns
+    group = min(most, columns & -columns)
+    if group < 4:
+        return spec
+    power_of_four = group.bit_length() % 2 == 1
+    if power_of_four and version in (None, (0, 2, 0)):
+        told = "no sdnq_version" if version is None else "sdnq_version 0.2.0, whose matrix was one or the other"
+        raise _unknown_rotation(header, f"groups of {group} and {told}")
+    sylvester = not power_of_four or version < (0, 2, 0)
+    undone = "rotated" if spec.convert or group > BIGGEST_GROUP else ""
+    why = [spec.convert, "rotated by the Sylvester matrix" if sylvester else undone]
+    return replace(spec, rotation_group=group, sylvester=sylvester, convert=", ".join(text for text in why if text))
+
+
+def _version(text: object) -> tuple[int, ...] | None:
+    numbers = text.split(".")[:3] if isinstance(text, str) else []
+    return tuple(int(n) for n in numbers) if len(numbers) == 3 and all(n.isdecimal() for n in numbers) else None
+
+
+def _unknown_rotation(header: Header, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"{header.path}: its SDNQ settings say use_hadamard with {got}, which does not say how its weights are rotated. A "
+        "file of SDNQ 0.2.1 or newer, or one without that rotation, is needed; use SDNQ's own loader, or the model's bf16 "
+        "or fp8 file."
+    )
+
+
+def _sdnq_settings(header: Header) -> list[dict]:
+    """SDNQ's settings in the metadata and in the two JSON files that lie beside a diffusers model."""
     folder = os.path.dirname(header.path)
     texts = [header.metadata.get("quantization_config", ""), header.metadata.get("config", "")]
     for name in ("quantization_config.json", "config.json"):
@@ -188,17 +241,16 @@ def check_sdnq_settings(header: Header) -> None:
         if os.path.isfile(header.path) and os.path.isfile(place) and os.path.getsize(place) < _MAX_SETTINGS_BYTES:
             with open(place, encoding="utf-8", errors="replace") as file:
                 texts.append(file.read())
+    found = []
     for text in texts:
         try:
             settings = json.loads(text) if text else None
         except (ValueError, RecursionError):
             continue
         settings = settings.get("quantization_config", settings) if isinstance(settings, dict) else None
-        if isinstance(settings, dict) and settings.get("use_hadamard") is True:
-            raise CheckpointError(
-                f"{header.path}: its SDNQ settings say use_hadamard, a rotation this loader does not undo. SDNQ weights "
-                "without it are needed; use SDNQ's own loader, or the model's bf16 or fp8 file."
-            )
+        if isinstance(settings, dict):
+            found.append(settings)
+    return found
 
 
 def bitsandbytes_layout(stored: Stored, read_tensor) -> None:

@@ -1,6 +1,6 @@
 """What stored codes mean as numbers.
 
-w = undo(q * scale + zero_point) + up @ down, each term only where the layer has it, and undo = the inverse rotation, then
+w = undo(q * scale + zero_point + up @ down), each term only where the layer has it, and undo = the inverse rotation, then
 a division of the columns. For the regular and the Sylvester matrix H = H^T = H^-1; a stored matrix M (M M^T = c I) is
 undone by M / c.
 """
@@ -38,14 +38,14 @@ def dequantise(
     if spec.scale_divisor != 1:
         scale = scale / spec.scale_divisor
     values = _scaled(spec, codes, scale, parts.get("zero"))
+    if "up" in parts:
+        values = values + parts["up"] @ parts["down"]
     values = _unrotated(spec, values, parts.get("matrix"))
     if "divide" in parts:
         divisor = parts["divide"].reshape(1, -1)
         if bool((divisor == 0).any()):
             raise _stop(spec, "its column scale holds zeros", "numbers other than zero are needed")
         values = values / divisor
-    if "up" in parts:
-        values = values + parts["up"] @ parts["down"]
     if not bool(torch.isfinite(values).all()):
         raise _stop(spec, "it holds NaN or Inf", "finite weights are needed")
     return values

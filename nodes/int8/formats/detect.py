@@ -83,7 +83,7 @@ def detect(
         used.update(spec.names())
     _check_leftovers(header, used)
     if any(spec.format == "SDNQ" for spec in specs.values()):
-        converted.check_sdnq_settings(header)
+        specs = converted.sdnq_rotated(header, specs)
     return specs
 
 

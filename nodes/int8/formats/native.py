@@ -17,7 +17,7 @@ Transformer Lab        `.wq`, `.ws`
 from ..checkpoint import FLOAT_DTYPES
 from .spec import BLOCKS, DEFAULT_GROUP, FP8_FORMATS, INPUT_SCALE_SUFFIXES, NATIVE, LayerSpec, Stored
 
-_BIGGEST_GROUP = 1024
+BIGGEST_GROUP = 1024
 
 
 def int8(stored: Stored) -> LayerSpec | None:
@@ -155,7 +155,7 @@ def rotation(stored: Stored) -> tuple[int, bool]:
         )
     power_of_two = group >= 4 and group & (group - 1) == 0
     power_of_four = power_of_two and group.bit_length() % 2 == 1
-    most = 4 * _BIGGEST_GROUP
+    most = 4 * BIGGEST_GROUP
     if not power_of_two or columns % group or group > most:
         raise stored.stop(
             f"the rotation group {group} for {columns} columns",

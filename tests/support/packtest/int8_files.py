@@ -5,6 +5,7 @@ A maker is a function (layer name, float weight [N, K]) -> `Written`. Nothing he
     PYTHONPATH=tests/support python -m packtest.int8_files      writes the table of formats into README.md
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -44,6 +45,7 @@ class Maker:
     twin: bool = False
     branches: bool = False
     file_tensors: dict = field(default_factory=dict)
+    metadata: dict = field(default_factory=dict)
 
     def file(self, layers=LAYERS, prefix: str = "") -> tuple[dict, dict, dict[str, Written]]:
         """(tensors, metadata, layer -> Written of the model that is loaded by default)."""
@@ -57,7 +59,7 @@ class Maker:
                 fields[prefix + word + layer] = one.fields
             tensors[f"{word}norm.scale"] = floats(8)
         tensors = {prefix + key: value for key, value in tensors.items()}
-        return tensors, metadata_twin(fields) if self.twin else {}, written
+        return tensors, {**self.metadata, **(metadata_twin(fields) if self.twin else {})}, written
 
 
 def rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,14 +193,15 @@ def smooth(name: str, weight: torch.Tensor) -> Written:
     )
 
 
-def sdnq(transposed=False, zero=False, rank=0, group=0, unsigned=False):
-    """w = q * scale + zero_point + svd_up svd_down; all transposed when its INT8 product is on."""
+def sdnq(transposed=False, zero=False, rank=0, group=0, unsigned=False, matrix=None):
+    """W M^T = q * scale + zero_point + svd_up svd_down; all transposed when its INT8 product is on."""
 
     def write(name: str, weight: torch.Tensor) -> Written:
         n, k = weight.shape
         up, down = floats(n, max(rank, 1), seed=5), floats(max(rank, 1), k, seed=6)
         low_rank = up.double() @ down.double() if rank else 0
-        values = (weight.double() - low_rank).reshape(n, -1, group or k)
+        turned = weight.double() if matrix is None else turn(weight, matrix)
+        values = (turned - low_rank).reshape(n, -1, group or k)
         if zero:
             low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
             scale = ((high - low) / 255).float()
@@ -208,6 +211,7 @@ def sdnq(transposed=False, zero=False, rank=0, group=0, unsigned=False):
         codes = ((values - offset.double()) / scale.double()).round()
         codes = codes.clamp(0, 255).to(torch.uint8) if unsigned else codes.clamp(-128, 127).to(torch.int8)
         expected = (codes.double() * scale.double() + offset.double()).reshape(n, k) + low_rank
+        expected = expected if matrix is None else turn(expected, matrix.t())
         flat = (lambda t: t) if group else (lambda t: t.reshape(n, -1))
         tensors = {".weight": flat(codes), ".scale": flat(scale)}
         if zero:
@@ -219,6 +223,12 @@ def sdnq(transposed=False, zero=False, rank=0, group=0, unsigned=False):
         return Written({name + key: value for key, value in tensors.items()}, expected, scale.double().amax(1))
 
     return write
+
+
+def hadamard_settings(version: str, group: int) -> dict[str, str]:
+    """SDNQ's settings as metadata."""
+    settings = {"sdnq_version": version, "weights_dtype": "int8", "use_hadamard": True, "hadamard_group_size": group}
+    return {"quantization_config": json.dumps(settings)}
 
 
 def bitsandbytes(name: str, weight: torch.Tensor) -> Written:
@@ -292,6 +302,11 @@ MAKERS = {
     "sdnq-all": Maker("SDNQ int8", "`svd_up`, `svd_down`", "converted", sdnq(transposed=True, zero=True, rank=4), _SQUARE),
     "sdnq-groups": Maker("SDNQ int8", "groups of columns", "converted", sdnq(group=16)),
     "sdnq-uint8": Maker("SDNQ uint8", "`zero_point`, rows or groups", "converted", sdnq(zero=True, group=32, unsigned=True)),
+    "sdnq-hadamard": Maker("SDNQ int8", "`use_hadamard` with groups of 4, 16, 64, 256 or 1024 (from 0.2.1)", "adopted", sdnq(matrix=regular_matrix(256)), _WIDE, metadata=hadamard_settings("0.2.4", 256)),
+    "sdnq-hadamard-narrow": Maker("SDNQ int8", "`use_hadamard` with groups of 4, 16, 64, 256 or 1024 (from 0.2.1)", "adopted", sdnq(transposed=True, matrix=regular_matrix(64)), (24, 192), metadata=hadamard_settings("0.2.1", 256)),
+    "sdnq-hadamard-svd": Maker("SDNQ int8", "`use_hadamard` with other groups or further parts", "converted", sdnq(zero=True, rank=4, group=32, matrix=regular_matrix(64)), metadata=hadamard_settings("0.2.4", 256)),
+    "sdnq-hadamard-128": Maker("SDNQ int8", "`use_hadamard` with other groups or further parts", "converted", sdnq(matrix=sylvester_matrix(128)), _WIDE, metadata=hadamard_settings("0.2.0", 128)),
+    "sdnq-hadamard-first": Maker("SDNQ int8", "`use_hadamard` with other groups or further parts", "converted", sdnq(matrix=sylvester_matrix(64)), metadata=hadamard_settings("0.1.9", 128)),
     "bitsandbytes": Maker("bitsandbytes INT8", "`SCB`", "adopted", bitsandbytes),
     "ideogram": Maker("Transformer Lab Ideogram 4", "`wq`, `ws`, either branch", "adopted", by_rows(names=(".wq", ".ws"), scale_shape=(-1,)), branches=True),
     "ideogram-smooth": Maker("Transformer Lab Ideogram 4", "`smooth`", "converted", smooth, branches=True),
@@ -312,6 +327,11 @@ REFUSED = (
 
 OTHERS = (
     ("GGUF", "Q8_0, with the `gguf` package installed; as float sources", "quantised"),
+    (
+        "SDNQ int8",
+        "`use_hadamard` with groups of 4, 16, 64, 256 or 1024, of 0.2.0 (either matrix) or unknown version",
+        "refused",
+    ),
     ("GGUF", "K-quants and other types", "refused"),
     ("fp8", "scaled (`weight_scale`, `scale_weight`) or not", "quantised"),
     ("bf16, fp16, fp32, fp64", "any mix", "quantised"),
