@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from . import patcher
+from . import bake, patcher
 from .checkpoint import read_header
 from .native_file import NativeFile
 from .report import REPORT_KEY
@@ -89,28 +89,15 @@ def source_metadata(model) -> dict[str, str]:
 
 def _baked(model, key: str) -> dict[str, torch.Tensor]:
     """One weight with its patches, as the tensors of a file."""
-    import comfy.float
-    import comfy.lora
-    import comfy.model_management
-    import comfy.utils
     from comfy.model_patcher import get_key_weight
     from comfy.quant_ops import QuantizedTensor
 
-    weight, set_weight, convert_weight = get_key_weight(model.model, key)
+    weight, *functions = get_key_weight(model.model, key)
     if key in model.backup:
         weight = model.backup[key].weight
     if key in model.hook_backup:
         weight = model.hook_backup[key][0]
-    device, seed = model.load_device, comfy.utils.string_to_seed(key)
-    dtype = comfy.model_management.lora_compute_dtype(device)
-    value = comfy.model_management.cast_to_device(weight, device, dtype, copy=True)
-    if convert_weight is not None:
-        value = convert_weight(value, inplace=True)
-    value = comfy.lora.calculate_weight(model.patches[key], value, key)
-    if set_weight is not None:
-        value = set_weight(value, inplace_update=False, seed=seed, return_weight=True)
-    else:
-        value = comfy.float.stochastic_rounding(value, weight.dtype, seed=seed)
+    value = bake.baked(weight, tuple(functions), model.patches[key], key, model.load_device)
     name = key.removeprefix(patcher.PREFIX)
     return value.state_dict(name) if isinstance(value, QuantizedTensor) else {name: value}
 

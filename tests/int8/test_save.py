@@ -6,9 +6,9 @@ import os
 
 import pytest
 import torch
-from native_int8.nodes.int8 import save
+from native_int8.nodes.int8 import bake, save
 from native_int8.nodes.int8.checkpoint import read_header
-from native_int8.nodes.int8.loader import load_model
+from native_int8.nodes.int8.loader import LoadOptions, load_model
 from native_int8.nodes.int8.native_file import NativeFile
 from packtest.checkpoints import floats
 from safetensors import safe_open
@@ -226,3 +226,66 @@ def test_scheduled_loras_are_told(comfy, emoji_file, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "native_int8.save"):
         save.save_model(model, str(tmp_path / "model.safetensors"))
     assert "scheduled by hooks" in caplog.text
+
+
+def lora_of_two_matrices(comfy, model, rank: int = 8, strength: float = 0.7):
+    """A clone with a LoRA of two factors on every INT8 Linear of a block, and a plain difference on top of one."""
+    twin = model.clone()
+    patches = {}
+    for key, value in model.model.state_dict().items():
+        if key.startswith("diffusion_model.double_blocks.0.") and key.endswith(("mlp.0.weight", "qkv.weight")):
+            n, k = value.shape
+            factors = (floats(n, rank, seed=1), floats(rank, k, seed=2), 4.0, None, None, None)
+            patches[key] = comfy.weight_adapter.lora.LoRAAdapter(set(), factors)
+    assert len(patches) == 4
+    assert set(twin.add_patches(patches, strength)) == set(patches)
+    first = next(iter(patches))
+    twin.add_patches({first: ("diff", (floats(*model.model.state_dict()[first].shape, seed=5),))}, 0.1)
+    return twin
+
+
+@pytest.mark.comfy
+def test_rows_are_baked_as_the_host_bakes_the_whole(comfy, emoji_file, tmp_path, monkeypatch):
+    import comfy.weight_adapter.lora
+
+    patched = lora_of_two_matrices(comfy, load_model(emoji_file, LoadOptions(device="cpu")))
+    monkeypatch.setattr(bake, "CHUNK_NUMBERS", 100 * 256)
+    whole, real = [], bake._whole
+    monkeypatch.setattr(bake, "_whole", lambda *args: whole.append(args[3]) or real(*args))
+    by_rows, at_once = tmp_path / "rows.safetensors", tmp_path / "whole.safetensors"
+    assert save.save_model(patched, str(by_rows)) == 4 and not whole
+    monkeypatch.setattr(bake, "_by_rows", lambda *args: None)
+    assert save.save_model(patched, str(at_once)) == 4 and len(whole) == 4
+    assert_same(load_file(by_rows), load_file(at_once))
+
+
+@pytest.mark.comfy
+def test_patches_that_need_all_rows_are_left_to_the_host(comfy):
+    import comfy.weight_adapter.lora
+
+    rows, shape = slice(0, 2), torch.Size((8, 6))
+    adapter = comfy.weight_adapter.lora.LoRAAdapter
+    up, down, diff = torch.ones(8, 3), torch.ones(3, 6), torch.ones(8, 6)
+    plain = (up, down, 1.0, None, None, None)
+    for value in (adapter(set(), plain), ("diff", (diff,)), (diff,)):
+        assert bake._patch_of_rows((1.0, value, 1.0, None, None), rows, shape) is not None
+        assert bake._patch_of_rows((1.0, value, 1.0, (0, 0, 4), None), rows, shape) is None
+        assert bake._patch_of_rows((1.0, value, 1.0, None, torch.abs), rows, shape) is None
+    for other in (
+        adapter(set(), (up, down, 1.0, None, torch.ones(8, 1), None)),
+        adapter(set(), (up[:4], down, 1.0, None, None, None)),
+        ("diff", (diff, {"pad_weight": True})),
+        ("set", (diff,)),
+        (diff[:4],),
+    ):
+        assert bake._patch_of_rows((1.0, other, 1.0, None, None), rows, shape) is None
+
+
+@pytest.mark.comfy
+def test_rows_are_left_to_a_host_that_rounds_otherwise(comfy, emoji_file, tmp_path, monkeypatch):
+    patched = with_lora(load_model(emoji_file, LoadOptions(device="cpu")))
+    save.save_model(patched, str(tmp_path / "host.safetensors"))
+    wrong = lambda values, group, generator: (values.round().to(torch.int8), values[:, :1])  # noqa: E731
+    monkeypatch.setattr(bake, "_rounded", wrong)
+    save.save_model(patched, str(tmp_path / "again.safetensors"))
+    assert_same(load_file(tmp_path / "again.safetensors"), load_file(tmp_path / "host.safetensors"))
