@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import threading
 import types
 import weakref
@@ -29,6 +30,7 @@ from . import short_way
 # ranks are padded to multiples of these, so that a compiled model sees the same shapes when LoRAs come and go
 SMALL_RANK, RANK_STEP = 32, 64
 
+log = logging.getLogger("native_int8.lora")
 _lock = threading.Lock()
 _loaded: weakref.WeakKeyDictionary[torch.nn.Module, Loaded] = weakref.WeakKeyDictionary()
 
@@ -69,6 +71,7 @@ class BranchSet:
     def __init__(self, uuid: UUID, modules: dict[torch.nn.Module, list[Term]]):
         self.uuid = uuid
         self.modules = {module: terms for module, terms in modules.items() if terms}
+        self.warned = False
         self._made: tuple | None = None
         self._lock = threading.Lock()
 
@@ -242,6 +245,7 @@ def inside(base_model: torch.nn.Module) -> Iterator[None]:
     dtype = base_model.get_dtype_inference()
     stacks = branch.stacks(state.device, dtype)
     with short_way.seated(base_model.diffusion_model):
+        _warn_of_lost([module for module, _ in stacks if not short_way.is_seated(module)], branch)
         with _lock:
             for module, low_rank in stacks:
                 module.__dict__[short_way.BRANCH] = low_rank
@@ -254,6 +258,17 @@ def inside(base_model: torch.nn.Module) -> Iterator[None]:
                     module.__dict__[_USERS] -= 1
                     if not module.__dict__[_USERS]:
                         del module.__dict__[_USERS], module.__dict__[short_way.BRANCH]
+
+
+def _warn_of_lost(modules: list[torch.nn.Module], branch: BranchSet) -> None:
+    if modules and not branch.warned:
+        branch.warned = True
+        log.warning(
+            "%d Linears run without their LoRA: another pack replaced their method %s after the MODEL was loaded. Put its "
+            "node before the LoRA loader and run again, so that the LoRA is baked in.",
+            len(modules),
+            short_way.LOWER,
+        )
 
 
 _USERS = short_way.BRANCH + "_users"

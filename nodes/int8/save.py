@@ -2,7 +2,8 @@
 
 The weights are taken one by one from where they are: loaded, partly loaded or still in a memory map. Patches (LoRAs) are
 baked in as the host does it for a run: dequantise, add in the same precision on the same device, quantise again with the
-seed of the weight's name, so that a saved weight equals the one that ran.
+seed of the weight's name, so that a saved weight equals the one that ran. A LoRA that runs beside the weight
+(lora_branch.py) is baked in the same way; in the file it is rounded to INT8.
 """
 
 import logging

@@ -107,6 +107,11 @@ def seated(diffusion_model: torch.nn.Module):
         seats.leave()
 
 
+def is_seated(module: torch.nn.Module) -> bool:
+    """Whether what the Linear multiplies with is its seat, and not what another pack put there first."""
+    return getattr(module.__dict__.get(LOWER), "__module__", None) == __name__
+
+
 def _seats(diffusion_model: torch.nn.Module) -> _Seats:
     # a compiled model has the real one inside
     diffusion_model = getattr(diffusion_model, "_orig_mod", diffusion_model)

@@ -282,3 +282,67 @@ def test_compiled_layers_add_the_lora_without_a_new_graph(model, run):
         got = run(patched, lambda: compiled(x))
         assert torch.allclose(got, eager, rtol=1e-4, atol=1e-4)
     assert len(graphs) == 1
+
+
+def odd_patches(comfy, n, k):
+    """Patches that are no low-rank product of the whole weight, by what is said about them."""
+    from comfy.weight_adapter import LoRAAdapter
+
+    def lora(up=(n, 4), down=(4, k), alpha=None, mid=None, dora=None, reshape=None):
+        tensors = [None if shape is None else torch.ones(shape) for shape in (up, down, mid, dora)]
+        return LoRAAdapter(set(), (tensors[0], tensors[1], alpha, tensors[2], tensors[3], reshape))
+
+    return {
+        "kind diff": (1.0, (torch.ones(n, k),), 1.0, None, None),
+        "kind set": (1.0, ("set", (torch.ones(n, k),)), 1.0, None, None),
+        "scales the weight": (1.0, lora(), 0.5, None, None),
+        "through a function": (1.0, lora(), 1.0, None, lambda weight: weight * 2),
+        "DoRA": (1.0, lora(dora=(n, 1)), 1.0, None, None),
+        "changes the shape": (1.0, lora(reshape=[n + 8, k]), 1.0, None, None),
+        "for axis 2": (1.0, lora(), 1.0, (2, 0, 4), None),
+        "middle part": (1.0, lora(mid=(4, 4, 3, 3)), 1.0, None, None),
+        "different rank": (1.0, lora(down=(5, k)), 1.0, None, None),
+        "another shape": (1.0, lora(up=(n + 1, 4)), 1.0, None, None),
+        "has another shape": (1.0, lora(), 1.0, (0, 0, n // 2), None),
+    }
+
+
+def test_anything_else_is_left_to_the_weight(comfy, model):
+    module = next(iter(int8_linears(model).values()))
+    for sentence, patch in odd_patches(comfy, module.out_features, module.in_features).items():
+        found = lora_branch.terms_of([patch], module)
+        assert isinstance(found, str) and sentence in found, sentence
+
+
+def test_layers_whose_weight_the_host_takes_itself_are_baked(comfy, model, sample, cosine):
+    """Such as an MLP that calls the host's linear_input_act with the Linear instead of calling the Linear."""
+    parent = type(
+        "TakesWeights", (torch.nn.Module,), {"forward": lambda self, x: comfy.ops.linear_input_act(self.a, x, "")}
+    )
+    assert lora_branch._takes_weights(parent)
+    block = model.model.diffusion_model.single_blocks[0]
+    block.__class__ = type("Block", (type(block),), {"more": parent.forward})
+    file = lora_file(model, size=0.5)
+    expected = sample(add_lora(model, file))
+    plan = add_lora(model, file).native_int8_plan()
+    assert {key.split(".")[1:3] == ["single_blocks", "0"] for key in plan.baked} == {True}
+    assert plan.reasons == {"Block hands weights to the kernel without calling the Linear": len(plan.baked)}
+    block.__class__ = type(block).__mro__[1]
+    assert cosine(sample(add_lora(model, file)), expected) > 0.999
+
+
+def test_a_lora_is_never_lost_without_a_word(model, sample, caplog, cosine):
+    file = lora_file(model, size=0.5)
+    patched = add_lora(model, file)
+    expected = sample(patched)
+    module = next(iter(int8_linears(model).values()))
+    of_class = getattr(type(module), short_way.LOWER)
+    module.__dict__[short_way.LOWER] = lambda *arguments: of_class(module, *arguments)
+    sample(patched)
+    assert caplog.text.count("1 Linears run without their LoRA") == 1
+    # known at load, it is baked in
+    before_load = add_lora(model, file)
+    assert cosine(sample(before_load), expected) > 0.999
+    assert before_load.native_int8_plan().reasons == {"another pack replaced the Linear's methods": 1}
+    del module.__dict__[short_way.LOWER]
+    assert torch.equal(sample(add_lora(model, file)), expected)

@@ -1,5 +1,6 @@
 """Patches on INT8 weights x how much of the model is on the device: outputs, codes, flags and memory counts."""
 
+import inspect
 import logging
 
 import pytest
@@ -202,11 +203,13 @@ def test_b145_saved_with_the_lora_baked_in_once(kind, share, comfy, model, outpu
     path = tmp_path / "ours.safetensors"
     assert save.save_model(patched, str(path)) == len(int8_linears(model))
     hosts = tmp_path / "hosts.safetensors"
-    state = patched.state_dict_for_saving()
-    comfy.utils.save_torch_file(state, str(hosts))
+    # the stock ModelSave's own function, from the state that the MODEL is in and from the one it asks for
+    comfy.utils.save_torch_file(patched.state_dict_for_saving(), str(hosts))
+    nodes = tmp_path / "nodes.safetensors"
+    comfy.sd.save_checkpoint(str(nodes), patched)
     load(model, 1.0)
     plain = output(model)
-    for file in (path, hosts):
+    for file in (path, hosts, nodes):
         again = loader.load_model(str(file))
         load(again, 1.0)
         assert error(output(again), expected) < 0.05 < error(plain, expected)
@@ -253,6 +256,43 @@ def test_an_interrupted_load_leaves_the_model_usable(model, output, monkeypatch)
     for tried, wanted in ((model, plain), (patched, expected)):
         load(tried, 1.0)
         assert torch.equal(output(tried), wanted)
+
+
+def test_b15_every_way_to_load_is_covered(comfy):
+    """A way of the host that is new and takes force_patch_weights must be looked at before it is listed here."""
+    from native_int8.nodes.int8 import lora_patcher
+
+    host = comfy.model_patcher.ModelPatcher
+    ways = {
+        name
+        for name, function in inspect.getmembers(host, inspect.isfunction)
+        if "force_patch_weights" in inspect.signature(function).parameters
+    }
+    # patch_model loads through load
+    assert ways == {"load", "partially_load", "partially_unload", "patch_model"}
+    assert ways - {"patch_model"} <= vars(lora_patcher._Loading).keys()
+
+
+def test_dynamic_vram_sees_what_it_bakes_itself_and_no_low_rank_patch(comfy, model, monkeypatch):
+    """The dynamic patcher needs a GPU to load; here its methods only record what they are given."""
+    from native_int8.nodes.int8 import lora_patcher
+
+    dynamic, seen = comfy.model_patcher.ModelPatcherDynamic, []
+    monkeypatch.setattr(dynamic, "load", lambda self, *_, **more: seen.append((set(self.patches), more)))
+    monkeypatch.setattr(dynamic, "__del__", lambda self: None)
+    layers = [f"{name}.weight" for name in int8_linears(model)]
+    lora = {key: value for key, value in lora_file(model).items() if not key.startswith(layers[0][:-7] + ".")}
+    lokr = {key: value for key, value in lora_file(model, "lokr").items() if key.startswith(layers[0][:-7] + ".")}
+    patched = add_lora(add_lora(model, lora), lokr)
+    patched.__class__ = lora_patcher._subclass(dynamic)
+    patched.load(patched.load_device, dirty=True)
+    assert seen == [({layers[0]}, {"dirty": True})]
+    assert set(patched.patches) == set(layers) and patched.backup == {}
+    branch = patched.native_int8_branch
+    assert len(branch.modules) == len(layers) - 1
+    # on a CPU the host's clone leaves the dynamic class; ours stays
+    assert type(patched.clone()) is type(model)
+    patched.__class__ = type(model)
 
 
 def test_the_loaders_own_model_takes_loras(comfy, output, caplog):
