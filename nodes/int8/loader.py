@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.capability import detect as detect_device
-from . import cache, formats, host_backend, policy, quantize, shards
+from . import cache, formats, host_backend, policy, quantize, shards, transfer
 from .checkpoint import CheckpointError, Header, header_of, part_names
 from .policy import Decision
 from .report import REPORT_KEY, LoadReport
@@ -296,9 +296,10 @@ def convert(
         bar = comfy.utils.ProgressBar(max(len(work), 1))
         progress = bar.update_absolute
     native = {} if native is None else native
+    mover = transfer.mover(device)
     for done, decision in enumerate(work):
         comfy.model_management.throw_exception_if_processing_interrupted()
-        native.update(quantize.native_layer(decision, state.pop, device, share, options.mse))
+        native.update(quantize.native_layer(decision, state.pop, device, share, options.mse, mover))
         progress(done + 1, len(work))
     for layer, spec in specs.items():
         if spec.weight in state:

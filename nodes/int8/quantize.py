@@ -14,9 +14,12 @@ from .checkpoint import CheckpointError
 from .formats import MARKER, NATIVE, LayerSpec, dequantise
 from .policy import Decision
 from .scale_search import quantize_rows_mse
+from .transfer import Mover
 
 # counts up when the same weight would give other codes or scales; converted copies carry it
 VERSION = 2
+# numbers of a weight that are float32 at a time
+_CHUNK_NUMBERS, _CHUNK_NUMBERS_GPU = 1 << 21, 1 << 24
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -36,6 +39,7 @@ def native_layer(
     device: torch.device,
     share: bool = True,
     mse: bool = False,
+    mover: Mover | None = None,
 ) -> dict[str, torch.Tensor]:
     """The native tensors of a layer that is INT8 in the model: adopted, converted or quantised.
 
@@ -44,6 +48,7 @@ def native_layer(
         device: where weights are converted and quantised.
         share: adopted codes may be the file's own tensor, not a copy.
         mse: search the scales of quantised rows for the least squared error.
+        mover: moves tensors to the device and back; None for torch's own copies.
     Raises:
         CheckpointError: a number is not finite, or the layer's tensors contradict each other.
     """
@@ -54,8 +59,8 @@ def native_layer(
             return adopted(decision, weight.t().contiguous(), scale)
         return adopted(decision, weight if share else weight.clone(), scale)
     if decision.action == "convert" or spec.kind == "gguf":
-        return quantised(decision, dequantise(spec, take, device), None, device, mse)
-    return quantised(decision, take(spec.weight), take(spec.scale) if spec.scale else None, device, mse)
+        return quantised(decision, dequantise(spec, take, device), None, device, mse, mover)
+    return quantised(decision, take(spec.weight), take(spec.scale) if spec.scale else None, device, mse, mover)
 
 
 def kept_layer(spec: LayerSpec, take: Callable[[str], torch.Tensor], share: bool = True) -> torch.Tensor:
@@ -87,7 +92,12 @@ def adopted(decision: Decision, weight: torch.Tensor, scale: torch.Tensor) -> di
 
 
 def quantised(
-    decision: Decision, weight: torch.Tensor, scale: torch.Tensor | None, device: torch.device, mse: bool = False
+    decision: Decision,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    device: torch.device,
+    mse: bool = False,
+    mover: Mover | None = None,
 ) -> dict[str, torch.Tensor]:
     """Quantise one float or fp8 weight by rows on `device`; the result is on the CPU.
 
@@ -97,19 +107,30 @@ def quantised(
         weight: [N, K] any float dtype or fp8.
         scale: of an fp8 weight, 1 or N elements; None otherwise.
         mse: with the scale of least squared error of each row; see `scale_search`.
+        mover: as for `native_layer`.
     Returns:
         `<layer>.weight` [N, K] int8, `<layer>.weight_scale` [N, 1] float32, `<layer>.comfy_quant` uint8.
     Raises:
         CheckpointError: the weight or its scale holds NaN or Inf.
     """
-    values = weight.to(device)
-    if values.dtype in FP8 or values.dtype == torch.float64:
-        values = values.to(torch.float32)
-    if scale is not None:
-        values = values * scale.to(device=device, dtype=torch.float32).reshape(-1, 1)
+    mover = mover or Mover(device)
+    values = mover.to_device(weight)
     quantise = quantize_rows_mse if mse else quantize_rows
-    codes, row_scale = quantise(values, rotation_group=decision.rotation_group)
-    return _native(decision, codes.cpu(), _checked(decision, row_scale.cpu()))
+    group = decision.rotation_group
+    if scale is None and values.dtype not in FP8 and values.dtype != torch.float64:
+        codes, row_scale = quantise(values, rotation_group=group)
+    else:
+        codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
+        row_scale = torch.empty((len(values), 1), device=values.device)
+        factor = None if scale is None else scale.to(device=device, dtype=torch.float32).reshape(-1, 1)
+        rows = max(1, (_CHUNK_NUMBERS if device.type == "cpu" else _CHUNK_NUMBERS_GPU) // values.shape[1])
+        for start in range(0, len(values), rows):
+            part = slice(start, start + rows)
+            floats = values[part].to(torch.float32)
+            if factor is not None:
+                floats = floats * (factor if len(factor) == 1 else factor[part])
+            codes[part], row_scale[part] = quantise(floats, rotation_group=group)
+    return _native(decision, mover.to_host(codes), _checked(decision, row_scale.cpu()))
 
 
 def kept(weight: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:

@@ -72,6 +72,8 @@ def save_model(model, path: str, loras: str = "bake", progress: Callable[[int, i
                 # the scale of the new codes has replaced the old one
                 for other in changed:
                     state.pop(other, None)
+                # not beside the next one
+                del changed
             elif name in state:
                 file[name] = state.pop(name)
             progress(done + 1, len(names))

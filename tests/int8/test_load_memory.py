@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from native_int8.nodes.int8 import save
+from native_int8.nodes.int8 import policy, quantize, save
 from native_int8.nodes.int8.loader import LoadOptions, load_model
 from packtest import ROOT
 
@@ -114,3 +114,16 @@ def test_the_program_says_which_bars_hold(bench, big, tmp_path):
     assert "FAIL int8: host memory beyond the result <= 2 layers: 2.50" in bench.table(rows, largest)
     # a share of the time that is used up ends after one load
     assert len(bench.measure("plain", path, str(tmp_path), "cpu", 3, 0.0)) == 1
+
+
+def test_an_fp8_weight_is_expanded_by_rows(bench):
+    weight = torch.full((4096, 4096), 0.5).to(torch.float8_e4m3fn)
+    decision = policy.Decision("a", "quantise", None, "", (4096, 4096), 256)
+    small = quantize.quantised(decision, weight[:8], torch.tensor(2.0), torch.device("cpu"))
+    layer = 2 * weight.numel()
+    result, _, total = watched(
+        bench, lambda: quantize.quantised(decision, weight, torch.full((4096, 1), 2.0), torch.device("cpu"))
+    )
+    assert total <= 2 * layer
+    assert torch.equal(result["a.weight"][:8], small["a.weight"])
+    assert torch.equal(result["a.weight_scale"][:8], small["a.weight_scale"])
