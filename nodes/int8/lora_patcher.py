@@ -175,8 +175,9 @@ class _Loading:
     def memory_required(self, *args, **kwargs):
         """Bytes that a run needs beside the weights: the host's estimate and the stacks that are still to be made."""
         branch = self.native_int8_branch
-        missing = 0 if branch is None else branch.missing_bytes(self.model.get_dtype_inference())
-        return super().memory_required(*args, **kwargs) + missing
+        if branch is None or branch.uuid != self.patches_uuid:
+            branch = self._branch_of(self.native_int8_plan())
+        return super().memory_required(*args, **kwargs) + branch.missing_bytes(self.model.get_dtype_inference())
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
         """The host's, with every patch on an INT8 weight baked in once, when a saver asks for the tensor."""
@@ -260,7 +261,7 @@ class _Loading:
         state, branch = lora_branch.loaded(self.model), self.native_int8_branch
         if state is not None and branch is not None and state.branch() is branch and branch.uuid == self.patches_uuid:
             return
-        branch = self.native_int8_branch = lora_branch.BranchSet(self.patches_uuid, dict(plan.beside.values()))
+        branch = self.native_int8_branch = self._branch_of(plan)
         lora_branch.set_loaded(
             self.model, lora_branch.Loaded(self.patches_uuid, self._rest(plan), branch, self.load_device)
         )
@@ -272,6 +273,9 @@ class _Loading:
                 sum(plan.reasons.values()),
                 f": {reasons}" if reasons else "",
             )
+
+    def _branch_of(self, plan: Plan) -> lora_branch.BranchSet:
+        return lora_branch.BranchSet(self.patches_uuid, dict(plan.beside.values()))
 
     def _drop(self) -> None:
         if self.native_int8_branch is not None:

@@ -276,12 +276,23 @@ def test_compiled_layers_add_the_lora_without_a_new_graph(model, run):
     torch._dynamo.reset()
     compiled = torch.compile(module, backend=backend, fullgraph=True)
     file = lora_file(model)
-    for strength in (0.2, 1.2):
-        patched = add_lora(model, file, strength)
+    weak, strong = (add_lora(model, file, strength) for strength in (0.2, 1.2))
+    for patched in (weak, strong, add_lora(strong, lora_file(model, seed=1))):
         eager = run(patched, lambda: module(x))
         got = run(patched, lambda: compiled(x))
         assert torch.allclose(got, eager, rtol=1e-4, atol=1e-4)
     assert len(graphs) == 1
+
+
+def test_a_compiled_model_has_the_lora(model, sample):
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    plain, patched = sample(model, steps=1), add_lora(model, lora_file(model))
+    expected = sample(patched, steps=1)
+    compiled = patched.clone()
+    set_torch_compile_wrapper(compiled, backend="eager")
+    assert torch.allclose(sample(compiled, steps=1), expected, atol=1e-4)
+    assert not torch.allclose(plain, expected, atol=1e-2)
 
 
 def odd_patches(comfy, n, k):

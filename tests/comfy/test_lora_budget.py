@@ -223,9 +223,10 @@ def error(got, expected):
 
 def test_b40_the_stacks_are_part_of_what_a_run_needs(model, output):
     patched = add_lora(model, lora_file(model))
-    load(patched, 1.0)
     shape = [1, 128, 64, 64]
     stacks = patched.memory_required(shape) - model.memory_required(shape)
+    load(patched, 1.0)
+    assert patched.memory_required(shape) == model.memory_required(shape) + stacks
     assert stacks == sum(32 * (m.in_features + m.out_features) * 4 for m in int8_linears(model).values())
     output(patched)
     assert patched.memory_required(shape) == model.memory_required(shape)
