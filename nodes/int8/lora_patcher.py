@@ -115,8 +115,12 @@ class _Loading:
             return plan
         for key, patches in self.patches.items():
             path, _, name = key.rpartition(".")
-            module = comfy.utils.get_attr(self.model, path) if name == "weight" else None
-            if module is None or not short_way.is_known(module):
+            try:
+                module = comfy.utils.get_attr(self.model, path)
+            except AttributeError:
+                # another pack took the layer away; the host finds no weight there either
+                continue
+            if name != "weight" or not short_way.is_known(module):
                 continue
             found = lora_branch.why_not_beside(self.model, path, module) or lora_branch.terms_of(patches, module)
             if not isinstance(found, str):
