@@ -36,9 +36,7 @@ def check_group(k: int, group: int) -> None:
         )
 
 
-def rotate_torch(
-    x: torch.Tensor, group: int, scratch: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> torch.Tensor:
+def rotate_torch(x: torch.Tensor, group: int, scratch: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
     """x [M, K] float -> [M, K] fp32, rotated by a matrix product; on a CPU by two, of H(group) = H(outer) x H(inner).
 
     scratch: two contiguous fp32 tensors of M * K numbers, overwritten, one of which gets the result; the second may be x
