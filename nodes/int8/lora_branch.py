@@ -85,6 +85,11 @@ class BranchSet:
                 self._made = (device, dtype), made
             return self._made[1]
 
+    def is_made_of(self, modules: dict[torch.nn.Module, list[Term]]) -> bool:
+        """Whether `modules` means the same stacks, with the very same tensors."""
+        wanted = {module: terms for module, terms in modules.items() if terms}
+        return _identity(self.modules) == _identity(wanted)
+
     def drop(self) -> None:
         """Forget the stacks; the next run makes them again."""
         with self._lock:
@@ -95,6 +100,11 @@ class BranchSet:
         if self._made is not None:
             return 0
         return sum(padded_rank(terms) * sum(_shape(m)) for m, terms in self.modules.items()) * dtype.itemsize
+
+
+def _identity(modules: dict[torch.nn.Module, list[Term]]) -> dict:
+    # tensors are compared by identity: a comparison by value is a tensor
+    return {m: [(id(t.up), id(t.down), id(t.mid), *t[3:]) for t in terms] for m, terms in modules.items()}
 
 
 def _shape(module: torch.nn.Module) -> tuple[int, int]:

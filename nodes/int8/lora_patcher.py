@@ -12,6 +12,9 @@ ways to load (`load`, `partially_load`, `partially_unload`; the dynamic patcher'
 other layers are the host's. Why a subclass: the host clones a patcher with its own class, so it survives every node;
 nothing is global, and a MODEL without our wrapper is loaded as ever.
 
+Hooks: low-rank patches of hooks join the stacks while their hooks are active, so that no weight changes while sampling;
+other kinds on INT8 weights are refused. Merging: `get_key_patches` gives whole weights, which the host's own cannot.
+
 The host compares `patches_uuid` to see whether weights must be loaded again. Weights that differ in the low-rank patches
 only are the same here, so `partially_load` tells it so, and another strength costs no reload.
 """
@@ -22,6 +25,7 @@ import contextlib
 import functools
 import logging
 import uuid
+import weakref
 from collections import Counter
 from typing import NamedTuple
 
@@ -30,6 +34,8 @@ import torch
 from . import lora_branch, short_way
 
 NAME = "native_int8"
+# groups of hooks whose stacks are kept at once; two prompts with their own hooks alternate in every step
+HOOK_GROUPS = 4
 
 log = logging.getLogger("native_int8.lora")
 
@@ -104,16 +110,29 @@ class _Loading:
     """The host's patcher with patches on INT8 Linears beside the weights; see lora_patcher.py."""
 
     native_int8_branch: lora_branch.BranchSet | None = None
+    _hook_branches: tuple[lora_branch.BranchSet, ...] = ()
+    _codes_hidden = False
 
     def native_int8_plan(self) -> Plan:
         """Sort the patches on INT8 weights."""
+        plan = Plan({}, {}, Counter())
+        for key, module, found in self._int8_patches(self.patches):
+            if not isinstance(found, str):
+                plan.beside[key] = module, found
+            else:
+                plan.reasons[found] += 1
+                if not self.is_dynamic():
+                    plan.baked[key] = module
+        return plan
+
+    def _int8_patches(self, all_patches: dict):
+        """(key, module, terms or why there are none) of the patches on INT8 weights."""
         import comfy.utils
         from comfy.patcher_extension import WrappersMP
 
-        plan = Plan({}, {}, Counter())
         if not self.get_wrappers(WrappersMP.APPLY_MODEL, NAME):
-            return plan
-        for key, patches in self.patches.items():
+            return
+        for key, patches in all_patches.items():
             path, _, name = key.rpartition(".")
             try:
                 module = comfy.utils.get_attr(self.model, path)
@@ -122,14 +141,8 @@ class _Loading:
                 continue
             if name != "weight" or not short_way.is_known(module):
                 continue
-            found = lora_branch.why_not_beside(self.model, path, module) or lora_branch.terms_of(patches, module)
-            if not isinstance(found, str):
-                plan.beside[key] = module, found
-            else:
-                plan.reasons[found] += 1
-                if not self.is_dynamic():
-                    plan.baked[key] = module
-        return plan
+            why_not = lora_branch.why_not_beside(self.model, path, module)
+            yield key, module, why_not or lora_branch.terms_of(patches, module)
 
     def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False, **more):
         """The host's load without the patches on INT8 weights, then those that are baked in, then callbacks."""
@@ -175,6 +188,73 @@ class _Loading:
         """The host's; the MODEL that comes next makes its own stacks."""
         self._drop()
         return super().detach(*args, **kwargs)
+
+    def patch_hooks(self, hooks):
+        """The host's; low-rank patches of hooks on INT8 weights are added to the stacks while their hooks are active."""
+        super().patch_hooks(hooks)
+        terms = self._hook_terms(super().get_combined_hook_patches(hooks))
+        if not terms or self.native_int8_branch is None:
+            self._add(self.native_int8_branch)
+            return
+        modules = dict(self.native_int8_branch.modules)
+        for module, more in terms.values():
+            modules[module] = [*modules.get(module, ()), *more]
+        made = [old for old in self._hook_branches if old.uuid == self.patches_uuid]
+        found = next((old for old in made if old.is_made_of(modules)), None)
+        if found is None:
+            found = lora_branch.BranchSet(self.patches_uuid, modules)
+            made = [found, *made[: HOOK_GROUPS - 1]]
+        self._hook_branches = tuple(made)
+        self._add(found)
+
+    def unpatch_hooks(self, whitelist_keys_set=None):
+        """The host's; without hooks the stacks are those of the MODEL's own patches."""
+        super().unpatch_hooks(whitelist_keys_set)
+        if not whitelist_keys_set:
+            self._add(self.native_int8_branch)
+
+    def _add(self, branch: lora_branch.BranchSet | None) -> None:
+        """Let `branch` be what runs beside the product, if the patches of this MODEL are those that are loaded."""
+        state = lora_branch.loaded(self.model)
+        if branch is not None and state is not None and state.uuid == branch.uuid == self.patches_uuid:
+            state.branch = weakref.ref(branch)
+
+    def get_combined_hook_patches(self, hooks):
+        """The host's, without what runs beside the product."""
+        combined = super().get_combined_hook_patches(hooks)
+        beside = self._hook_terms(combined)
+        return {key: patches for key, patches in combined.items() if key not in beside}
+
+    def _hook_terms(self, combined: dict) -> dict[str, tuple[torch.nn.Module, list]]:
+        """INT8 Linears and their terms by key. Raises: RuntimeError for patches that only the weight could take."""
+        found = {}
+        for key, module, terms in self._int8_patches(combined):
+            if isinstance(terms, str):
+                raise RuntimeError(
+                    f"A LoRA that hooks schedule cannot change the INT8 weight {key} while sampling: {terms}. A LoRA of two "
+                    "small matrices is needed; load this one with a LoRA loader without hooks, or use the float model."
+                )
+            found[key] = module, terms
+        return found
+
+    def get_key_patches(self, filter_prefix=None):
+        """The host's, of whole weights only; it looks for the scale of an INT8 weight as for a weight and finds none."""
+        self._codes_hidden = True
+        try:
+            return super().get_key_patches(filter_prefix)
+        finally:
+            self._codes_hidden = False
+
+    def model_state_dict(self, filter_prefix=None):
+        """The host's."""
+        state = super().model_state_dict(filter_prefix)
+        if self._codes_hidden:
+            for path, module in self.model.named_modules():
+                if short_way.is_known(module):
+                    name = f"{path}.weight"
+                    for part in {f"{path}.comfy_quant", *module.weight.state_dict(name)} - {name}:
+                        state.pop(part, None)
+        return state
 
     def memory_required(self, *args, **kwargs):
         """Bytes that a run needs beside the weights: the host's estimate and the stacks that are still to be made."""
@@ -282,5 +362,6 @@ class _Loading:
         return lora_branch.BranchSet(self.patches_uuid, dict(plan.beside.values()))
 
     def _drop(self) -> None:
-        if self.native_int8_branch is not None:
-            self.native_int8_branch.drop()
+        for branch in (self.native_int8_branch, *self._hook_branches):
+            if branch is not None:
+                branch.drop()
