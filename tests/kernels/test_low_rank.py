@@ -6,7 +6,7 @@ from native_int8.kernels import LowRank, PreparedLinear, add_low_rank, quantize_
 from native_int8.kernels.compiled import interpreted
 from native_int8.kernels.low_rank import fits_epilogue
 from packtest.checks import assert_same
-from packtest.shapes import generator
+from packtest.shapes import IDEOGRAM4, generator
 
 K, N = 128, 80
 
@@ -104,6 +104,25 @@ def test_strided_rows_and_other_dtypes_take_the_pair_of_products(impl, device):
             y, _ = prepared.with_rows(x, q, scale, b, None, factors)
             expected = exact(prepared(x.float(), q, scale, b), x, LowRank(*(f.to(x.dtype) for f in factors)))
             assert (y.double() - expected).abs().max() <= 4e-3 * expected.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer_name", ["qkv", "w2"])
+@pytest.mark.parametrize("rank", [32, 192])
+def test_real_layers_on_the_gpu(layer_name, rank, device):
+    k, n = IDEOGRAM4[layer_name]
+    q, scale = quantize_rows(torch.randn((n, k), generator=generator(1, str(device)), device=device))
+    prepared = PreparedLinear(q, scale, implementation="triton")
+    down = torch.randn((rank, k), generator=generator(2, str(device)), device=device) * k**-0.5
+    up = torch.randn((n, rank), generator=generator(3, str(device)), device=device)
+    low_rank = LowRank(down.bfloat16(), up.bfloat16())
+    for m in (1, 17, 130, 1000, 4352, 4352):
+        x = rows((m, k), device, torch.bfloat16)
+        expected = exact(prepared(x.float(), q, scale), x, low_rank)
+        y = prepared.with_rows(x, q, scale, None, None, low_rank)[0]
+        # rounding to bf16 is at most 2**-9 of each value; sums of another order may round the inner product otherwise
+        assert (y.double() - expected).abs().max() <= 2**-7 * expected.abs().max()
+        assert (y.double() - expected).norm() <= 3e-3 * expected.norm()
 
 
 def test_add_low_rank_leaves_gradients_and_strides_alone():
