@@ -4,7 +4,7 @@ op                   | what it does                                          | T
 quantize_rows        | float rows -> int8 codes and one scale per row        | quantize_rows_triton.py      | quantize_rows.py
 quantize_rms_norm    | the same with an RMSNorm in front, in one pass        | quantize_rms_norm_triton.py  | quantize_rms_norm.py
 rotate               | grouped Hadamard rotation of the columns (ConvRot)    | rotate_triton.py             | rotate.py
-int8_matmul          | int8 x int8 -> int32, scales and bias in the epilogue | int8_matmul_triton.py, _tma_ | int8_matmul.py
+int8_matmul          | int8 x int8 -> int32, scales and bias in the epilogue | int8_matmul_triton.py, _tma_, _split_k_ | int8_matmul.py
 int8_linear          | act? + rotate? + quantise + matmul: one Linear        | (the kernels above)          | int8_linear.py
 int8_linear_swiglu   | two Linears with SwiGLU in the epilogue               | int8_matmul_fused_triton.py  | int8_linear_fused.py
 int8_linear_residual | a Linear with gate and residual in the epilogue       | int8_matmul_fused_triton.py  | int8_linear_fused.py

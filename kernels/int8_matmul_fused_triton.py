@@ -212,5 +212,5 @@ def int8_matmul_swiglu_triton(
         (q_x, x_scale, gate_w, up_w, gate_scale, up_scale, *biases, y, m, n, k, *strides, row_scales, has_bias,
          tile.block_m, tile.block_n, tile.block_k, tile.group_m, even_k),
         _options(tile),
-        lambda compiled: check_compiled(compiled, sm, tile),
+        lambda compiled: check_compiled(compiled, sm, tile, k),
     )  # fmt: skip

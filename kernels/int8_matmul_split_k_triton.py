@@ -16,20 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .int8_matmul_triton import _accumulate, _store_tile, _tile_of, check_compiled, uses_tma
+from .int8_matmul_triton import _accumulate, _accumulate_boxes, _store_tile, _tile_of, check_compiled, uses_tma
 from .launch import Launcher, is_aligned
 from .tiles import MAX_PIECES, Split
-
-
-@triton.jit
-def _accumulate_boxes(
-    x_desc, w_desc, row_m, row_n, begin, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """int32 [BLOCK_M, BLOCK_N] of columns [begin, end), fetched by TMA."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
-    for k_start in range(begin, end, BLOCK_K):
-        acc = tl.dot(x_desc.load([row_m, k_start]), w_desc.load([row_n, k_start]).T, acc, out_dtype=tl.int32)
-    return acc
 
 
 @triton.jit(do_not_specialize=["m", "whole", "rest", "pieces"])
@@ -202,7 +191,7 @@ def int8_matmul_split_k_triton(q_x, x_scale, q_w, w_scale, bias, y, tile, split:
          split.pieces, row_scales, has_bias, tile.block_m, tile.block_n, tile.block_k, tile.group_m,
          k % tile.block_k == 0, tma),
         {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False},
-        lambda compiled: check_compiled(compiled, sm, tile),
+        lambda compiled: check_compiled(compiled, sm, tile, k),
     )  # fmt: skip
     _launch_add_up(
         rest * (tile.block_m // ROWS),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .int8_matmul_triton import _store_tile, _tile_of, check_compiled
+from .int8_matmul_triton import _accumulate_boxes, _store_tile, _tile_of, check_compiled
 from .launch import Launcher
 
 
@@ -36,11 +36,7 @@ def _int8_matmul_tma_kernel(
 ):
     """One program per [BLOCK_M, BLOCK_N] tile of y; x_desc and w_desc describe q_x [M, K] and q_w [N, K]."""
     tile_m, tile_n = _tile_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP_M)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
-    for k_start in range(0, k, BLOCK_K):
-        x = x_desc.load([tile_m * BLOCK_M, k_start])
-        w = w_desc.load([tile_n * BLOCK_N, k_start])
-        acc = tl.dot(x, w.T, acc, out_dtype=tl.int32)
+    acc = _accumulate_boxes(x_desc, w_desc, tile_m * BLOCK_M, tile_n * BLOCK_N, 0, k, BLOCK_M, BLOCK_N, BLOCK_K)
     # int64: M * N passes 2**31 at video sizes
     start_m = tile_m.to(tl.int64) * BLOCK_M
     start_n = tile_n.to(tl.int64) * BLOCK_N
@@ -80,5 +76,5 @@ def int8_matmul_tma_triton(q_x, x_scale, q_w, w_scale, bias, y, tile, sm: int = 
         (x_desc, x_scale, w_desc, w_scale, w_scale if bias is None else bias, y, m, n, k, stride_ym,
          row_scales, bias is not None, tile.block_m, tile.block_n, tile.block_k, tile.group_m),
         {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False},
-        lambda compiled: check_compiled(compiled, sm, tile),
+        lambda compiled: check_compiled(compiled, sm, tile, k),
     )  # fmt: skip

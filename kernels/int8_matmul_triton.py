@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .launch import Launcher, Starter, is_aligned
-from .tiles import reject, split_of
+from .tiles import k_kind, reject, split_of
 
 
 @triton.jit
@@ -64,6 +64,17 @@ def _accumulate(
         acc = tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)
         x_ptr += BLOCK_K
         w_ptr += BLOCK_K
+    return acc
+
+
+@triton.jit
+def _accumulate_boxes(
+    x_desc, w_desc, row_m, row_n, begin, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """int32 [BLOCK_M, BLOCK_N] of columns [begin, end), fetched by TMA."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for k_start in range(begin, end, BLOCK_K):
+        acc = tl.dot(x_desc.load([row_m, k_start]), w_desc.load([row_n, k_start]).T, acc, out_dtype=tl.int32)
     return acc
 
 
@@ -171,10 +182,14 @@ _launch = Launcher(_int8_matmul_kernel)
 MAX_SPILLS = 32
 
 
-def check_compiled(compiled, sm: int, tile) -> None:
-    """The guard: a tile whose registers spilled is rejected, so that the next one of the table is used instead."""
+def check_compiled(compiled, sm: int, tile, k: int) -> None:
+    """The guard: a tile whose registers spilled is rejected, so that the next one of the table is used instead.
+
+    Only for K of the same kind: a layer of an odd size must not take the tile away from all others.
+    """
     if (compiled.n_spills or 0) > MAX_SPILLS:
-        reject(sm, tile, f"{compiled.n_spills} bytes of registers spilled with {compiled.n_regs} registers")
+        reason = f"{compiled.n_spills} bytes of registers spilled with {compiled.n_regs} registers"
+        reject(sm, tile, reason, k_kind(tile, k))
 
 
 def numbers(m, n, k, strides: tuple[int, int, int], row_scales: bool, has_bias: bool, tile) -> tuple:
@@ -228,5 +243,5 @@ def int8_matmul_triton(
         (q_x, x_scale, q_w, w_scale, w_scale if bias is None else bias, y,
          *numbers(m, n, k, strides, row_scales, bias is not None, tile)),
         {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False},
-        lambda compiled: check_compiled(compiled, sm, tile),
+        lambda compiled: check_compiled(compiled, sm, tile, k),
     )  # fmt: skip

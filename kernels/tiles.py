@@ -224,7 +224,7 @@ def bucket(m: int) -> int:
 
 
 _tuned: dict[tuple, Tile] = {}
-_rejected: dict[tuple[int, Tile], str] = {}
+_rejected: dict[tuple[int, Tile, str | None], str] = {}
 
 
 def _tuned_key(device: Device) -> tuple:
@@ -241,17 +241,32 @@ def use_tuned(device: Device, entries: Mapping[tuple[int, int, int], Tile]) -> N
     pick.cache_clear()
 
 
-def reject(sm: int, tile: Tile, reason: str) -> None:
-    """Never give this tile again in this process; the reason is logged and kept for reports."""
-    if (sm, tile) not in _rejected:
-        log.warning("tile %s on sm_%d is not used: %s", tile.name, sm, reason)
-        _rejected[sm, tile] = reason
+def k_kind(tile: Tile, k: int) -> str:
+    """What of K changes a tile's machine code: "even", "masked" (a last step that is not full) or "odd" (unaligned too)."""
+    if k % 16:
+        return "odd"
+    return "masked" if k % tile.block_k else "even"
+
+
+def reject(sm: int, tile: Tile, reason: str, kind: str | None = None) -> None:
+    """Never give this tile again in this process; the reason is logged and kept for reports.
+
+    kind: of K (`k_kind`), when only that machine code is bad; None for all.
+    """
+    if (sm, tile, kind) not in _rejected:
+        where = f" for {kind} K" if kind else ""
+        log.warning("tile %s on sm_%d is not used%s: %s", tile.name, sm, where, reason)
+        _rejected[sm, tile, kind] = reason
         pick.cache_clear()
 
 
 def rejected(sm: int) -> dict[str, str]:
     """Names of the tiles that were rejected on an architecture, and why."""
-    return {tile.name: reason for (arch, tile), reason in _rejected.items() if arch == sm}
+    return {
+        tile.name + (f", {kind} K" if kind else ""): reason
+        for (arch, tile, kind), reason in _rejected.items()
+        if arch == sm
+    }
 
 
 def candidates(sm: int, m: int, n: int, k: int, multiprocessors: int | None) -> tuple[Tile, ...]:
@@ -271,22 +286,35 @@ def pick(device: Device, m: int, n: int, k: int) -> Tile:
     sm = sm_of(device)
     tuned = _tuned.get((*_tuned_key(device), bucket(m), n, k))
     options = ((tuned,) if tuned else ()) + candidates(sm, m, n, k, device.multiprocessors)
-    usable = _usable(device, options)
+    usable = _usable(device, options, k)
     return usable[0] if usable else options[-1]
 
 
-def _usable(device: Device, options: tuple[Tile, ...]) -> list[Tile]:
+def _usable(device: Device, options: tuple[Tile, ...], k: int) -> list[Tile]:
     sm = sm_of(device)
-    return [t for t in options if (sm, t) not in _rejected and fits(t, sm, device.shared_memory_per_block_bytes)]
+    return [
+        tile
+        for tile in options
+        if (sm, tile, None) not in _rejected
+        and (sm, tile, k_kind(tile, k)) not in _rejected
+        and fits(tile, sm, device.shared_memory_per_block_bytes)
+    ]
 
 
 def reachable(device: Device, n: int, k: int) -> tuple[Tile, ...]:
     """Every tile that `pick` can give for an [N, K] weight, whatever M is; those of the largest M first."""
     owner = _tuned_key(device)
     tuned = [tile for key, tile in _tuned.items() if key[:3] == owner and key[4:] == (n, k)]
-    found = _usable(device, tuple(tuned))
+    found = _usable(device, tuple(tuned), k)
     for row in reversed(table_of(sm_of(device))):
         if n <= row.n and k <= row.k:
-            usable = _usable(device, row.tiles) or [row.tiles[-1]]
-            found += usable if row.by_wave else usable[:1]
+            usable = _usable(device, row.tiles, k) or [row.tiles[-1]]
+            if row.by_wave:
+                # of tiles with equal blocks the first one wins or ties
+                first_of: dict[tuple[int, int, int], Tile] = {}
+                for tile in usable:
+                    first_of.setdefault((tile.block_m, tile.block_n, tile.block_k), tile)
+                found += first_of.values()
+            else:
+                found.append(usable[0])
     return tuple(dict.fromkeys(found))

@@ -57,7 +57,8 @@ def describe() -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "triton": triton.__version__,
-        "comfy_kitchen": version_of("comfy-kitchen"),
+        # unpacked from its wheel it carries no version to read
+        "comfy_kitchen": os.environ.get("NATIVE_INT8_KITCHEN") or version_of("comfy-kitchen"),
         "path": os.environ.get("TRITON_OVERRIDE_ARCH", "native"),
         "idle_clock": clock,
         "idle_power": power,

@@ -53,6 +53,24 @@ def test_matmul_tiles_have_a_clean_loop(version):
 
 
 @pytest.mark.parametrize("version", TRITONS)
+@pytest.mark.parametrize("kernel", ["int8_matmul_tma", "int8_matmul_split_k"])
+def test_forms_of_the_matmul_have_the_same_clean_loop(version, kernel):
+    expected = {
+        (sm, t.name)
+        for sm in ARCHITECTURES
+        for t in tiles.all_tiles(sm)
+        if (t.split_k if kernel == "int8_matmul_split_k" else t.tma and not t.split_k)
+    }
+    found = of(version, kernel)
+    assert {(r["sm"], r["variant"]) for r in found} == expected and expected
+    for r in found:
+        assert r["stack_bytes"] == 0 and r["loop_local_memory"] == 0, f"spills: {r}"
+        assert r["loop_permutes"] == 0 and r["loop_mma"] > 0, r
+        assert (r["wgmma"] > 0) == (r["sm"] == 90), r
+        assert r["mma_share"] >= 0.5 or r["sm"] == 90, r
+
+
+@pytest.mark.parametrize("version", TRITONS)
 @pytest.mark.parametrize("sm", [80, 86, 89])
 def test_default_large_tiles_spend_half_the_loop_on_the_tensor_cores(version, sm):
     large = {t.name for t in tiles.default_large_tiles(sm) if t.block_m * t.block_n >= 128 * 128}

@@ -141,13 +141,15 @@ def compiled(spills, registers=255):
 def test_a_tile_that_spills_is_replaced_by_the_next(caplog):
     device = card("3090")
     first = tiles.pick(device, 4352, 4608, 4608)
-    check_compiled(compiled(MAX_SPILLS + 8), 86, first)
+    check_compiled(compiled(MAX_SPILLS + 8), 86, first, 4608)
     second = tiles.pick(device, 4352, 4608, 4608)
     assert second != first and second in tiles.all_tiles(86)
-    assert tiles.rejected(86) == {first.name: f"{MAX_SPILLS + 8} bytes of registers spilled with 255 registers"}
+    reason = f"{MAX_SPILLS + 8} bytes of registers spilled with 255 registers"
+    assert tiles.rejected(86) == {f"{first.name}, even K": reason}
     assert first.name in caplog.text and "sm_86" in caplog.text
     assert first not in tiles.reachable(device, 4608, 4608)
-    # another architecture compiles another kernel
+    # K of another kind, and another architecture, have other machine code
+    assert tiles.pick(device, 4352, 4608, 4600) == first and first in tiles.reachable(device, 4608, 4600)
     assert tiles.pick(card("A100"), 4352, 4608, 4608) == tiles.table_of(80)[-1].tiles[0]
 
 
@@ -155,15 +157,15 @@ def test_a_tile_that_spills_is_replaced_by_the_next(caplog):
 def test_a_tile_that_does_not_spill_stays(spills):
     device = card("3090")
     first = tiles.pick(device, 4352, 4608, 4608)
-    check_compiled(compiled(spills), 86, first)
+    check_compiled(compiled(spills), 86, first, 4608)
     assert tiles.pick(device, 4352, 4608, 4608) == first and not tiles.rejected(86)
 
 
 def test_a_reason_is_kept_and_logged_once(caplog):
     tile = tiles.table_of(86)[-1].tiles[0]
     for spills in (100, 200):
-        check_compiled(compiled(spills), 86, tile)
-    assert len(caplog.records) == 1 and "100 bytes" in tiles.rejected(86)[tile.name]
+        check_compiled(compiled(spills), 86, tile, 4608)
+    assert len(caplog.records) == 1 and "100 bytes" in tiles.rejected(86)[f"{tile.name}, even K"]
 
 
 @pytest.mark.parametrize("sm", sorted(tiles.TABLES))

@@ -25,6 +25,8 @@ from triton.compiler import ASTSource
 
 INT8 = "*i8"
 FP32 = "*fp32"
+# what kernels do not specialise on
+UNSPECIALISED = ("m", "whole", "rest", "pieces")
 
 
 @triton.jit
@@ -73,7 +75,11 @@ def _compile(fn, types: dict[str, str], constants: dict, sm: int, warps: int, st
     """Compile a jit function with 16-divisible pointers and sizes, as a layer of a real model gives it."""
     names = fn.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
-    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types and name != "m"}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name in types and name not in UNSPECIALISED and not types[name].startswith("tensordesc")
+    }
     source = ASTSource(fn, signature, constants, attrs)
     options = {"num_warps": warps, "num_stages": stages, **(options or {})}
     return triton.compile(source, GPUTarget("cuda", sm, 32), options)
@@ -147,6 +153,57 @@ def matmul_reports(kernels, sm: int):
         yield report("int8_matmul", tile.name, sm, compiled)
 
 
+def boxes(tile) -> dict[str, str]:
+    """Types of the two operands as TMA descriptors."""
+    return {
+        name: f"tensordesc<i8[{rows}, {tile.block_k}]>" for name, rows in (("x", tile.block_m), ("w", tile.block_n))
+    }
+
+
+def tma_reports(kernels, sm: int):
+    """Every tile of a table that asks for TMA, fetched that way."""
+    module = kernels["int8_matmul_tma_triton"]
+    types = {
+        "x_scale_ptr": FP32, "w_scale_ptr": FP32, "bias_ptr": "*bf16", "y_ptr": "*bf16",
+        **dict.fromkeys(("m", "n", "k", "stride_ym"), "i32"),
+    }  # fmt: skip
+    for tile in sorted((t for t in kernels["tiles"].all_tiles(sm) if t.tma and not t.split_k), key=str):
+        constants = {
+            "ROW_SCALES": True, "HAS_BIAS": True, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m,
+        }  # fmt: skip
+        descriptors = {f"{name}_desc": kind for name, kind in boxes(tile).items()}
+        fn, options = module._int8_matmul_tma_kernel, {"enable_fp_fusion": False}
+        compiled = _compile(fn, types | descriptors, constants, sm, tile.warps, tile.stages, options)
+        yield report("int8_matmul_tma", tile.name, sm, compiled)
+
+
+def split_k_reports(kernels, sm: int):
+    """The split-K form of the default large tiles; on Hopper with operands fetched by TMA where the tile asks for it."""
+    module = kernels["int8_matmul_split_k_triton"]
+    numbers = ("m", "n", "k", "stride_xm", "stride_wn", "stride_ym", "whole", "rest", "pieces")
+    types = {
+        "x": INT8, "x_scale_ptr": FP32, "w": INT8, "w_scale_ptr": FP32, "bias_ptr": "*bf16", "y_ptr": "*bf16",
+        "partial_ptr": "*i32", **dict.fromkeys(numbers, "i32"),
+    }  # fmt: skip
+    for tile in sorted((t for t in kernels["tiles"].all_tiles(sm) if t.split_k), key=str):
+        constants = {
+            "ROW_SCALES": True, "HAS_BIAS": True, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+            "GROUP_M": tile.group_m, "EVEN_K": True, "TMA": tile.tma,
+        }  # fmt: skip
+        fn = module._int8_matmul_split_k_kernel
+        compiled = _compile(
+            fn,
+            types | (boxes(tile) if tile.tma else {}),
+            constants,
+            sm,
+            tile.warps,
+            tile.stages,
+            {"enable_fp_fusion": False},
+        )
+        yield report("int8_matmul_split_k", tile.name, sm, compiled)
+
+
 def fused_reports(kernels, sm: int):
     """The default large tiles with the SwiGLU and the residual epilogue."""
     module = kernels["int8_matmul_fused_triton"]
@@ -218,6 +275,8 @@ def all_reports(sms, forms):
 
     names = (
         "int8_matmul_triton",
+        "int8_matmul_tma_triton",
+        "int8_matmul_split_k_triton",
         "int8_matmul_fused_triton",
         "int8_matmul_low_rank_triton",
         "quantize_rows_triton",
@@ -227,6 +286,8 @@ def all_reports(sms, forms):
     for sm in sms:
         if "trans" in forms:
             yield from matmul_reports(kernels, sm)
+            yield from tma_reports(kernels, sm)
+            yield from split_k_reports(kernels, sm)
             yield from fused_reports(kernels, sm)
             yield from low_rank_reports(kernels, sm)
             yield from quantize_reports(kernels, sm)
