@@ -3,6 +3,8 @@
 op                   | what it does                                          | Triton                       | plain PyTorch
 quantize_rows        | float rows -> int8 codes and one scale per row        | quantize_rows_triton.py      | quantize_rows.py
 quantize_rms_norm    | the same with an RMSNorm in front, in one pass        | quantize_rms_norm_triton.py  | quantize_rms_norm.py
+residual_norm        | x + gate * norm(y); norm, modulate and quantise that  | residual_norm_triton.py      | residual_norm.py
+quantize_swiglu      | silu(gate) * up of two tensors, then as quantize_rows | quantize_swiglu_triton.py    | quantize_swiglu.py
 rotate               | grouped Hadamard rotation of the columns (ConvRot)    | rotate_triton.py             | rotate.py
 int8_matmul          | int8 x int8 -> int32, scales and bias in the epilogue | int8_matmul_triton.py, _tma_, _split_k_ | int8_matmul.py
 int8_linear          | act? + rotate? + quantise + matmul: one Linear        | (the kernels above)          | int8_linear.py
@@ -12,8 +14,8 @@ add_low_rank         | y + (x down^T) up^T: what LoRAs add to a Linear       | i
 
 Around them: capability.py (what this GPU can do), dispatch.py (which implementation, and why not the others),
 tiles.py (which tile), tile_search.py, tuning.py and tuned.py (measure a card's own tiles, on request), warmup.py
-(compile ahead), prepared_linear.py (int8_linear with little host time per call), reference.py (what each op means; for
-tests only).
+(compile ahead), prepared_linear.py (int8_linear with little host time per call), packed_rows.py (quantised rows made for
+one), reference.py (what each op means; for tests only).
 
 Letters, the same in every file:
     M  rows: tokens x batch        K  in_features        N  out_features
@@ -38,15 +40,19 @@ from .low_rank import LowRank, add_low_rank
 from .prepared_linear import PreparedLinear
 from .quantize_rms_norm import quantize_rms_norm
 from .quantize_rows import quantize_rows
+from .quantize_swiglu import quantize_swiglu
+from .residual_norm import Branch, Norm, residual_norm
 from .rotate import rotate
 
 __all__ = [
+    "Branch",
     "Choice",
     "Device",
     "Implementation",
     "Int8Error",
     "LowRank",
     "NoImplementation",
+    "Norm",
     "PreparedLinear",
     "UnsupportedInput",
     "add_low_rank",
@@ -60,5 +66,7 @@ __all__ = [
     "int8_matmul",
     "quantize_rms_norm",
     "quantize_rows",
+    "quantize_swiglu",
+    "residual_norm",
     "rotate",
 ]

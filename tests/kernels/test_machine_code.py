@@ -122,6 +122,14 @@ def test_quantising_keeps_a_row_in_registers(version):
 
 
 @pytest.mark.parametrize("version", TRITONS)
+@pytest.mark.parametrize(("kernel", "variants"), [("residual_norm", 6), ("quantize_swiglu", 3)])
+def test_passes_between_linears_keep_a_row_in_registers(version, kernel, variants):
+    found = of(version, kernel)
+    assert len(found) == variants * len(ARCHITECTURES)
+    assert all(r["stack_bytes"] == 0 for r in found), found
+
+
+@pytest.mark.parametrize("version", TRITONS)
 def test_the_checks_bite_on_the_usual_form(version):
     """The textbook form fails exactly these checks on sm_8x from Triton 3.8 on, and passes them before."""
     broken = tuple(map(int, version.split(".")[:2])) >= (3, 8)

@@ -265,6 +265,31 @@ def quantize_reports(kernels, sm: int):
         yield report("quantize_rows", f"k{k} group{group} act{act}", sm, compiled)
 
 
+def block_reports(kernels, sm: int):
+    """What stands between the Linears of a block: residual_norm with both halves and each alone, quantize_swiglu."""
+    module = kernels["residual_norm_triton"]
+    names = ("x_ptr", "y_ptr", "out_ptr", "branch_weight_ptr", "gate_ptr", "norm_weight_ptr", "mod_ptr")
+    types = dict.fromkeys(names, "*bf16") | {"q_ptr": INT8, "scale_ptr": FP32, "branch_eps": "fp32", "norm_eps": "fp32"}
+    types |= dict.fromkeys(("rows_per_gate", "rows_per_scale", "stride_gate", "stride_mod"), "i32")
+    options = {"enable_fp_fusion": False}
+    for k, group, halves in ((4608, 0, (True, True)), (4608, 256, (True, True)), (4608, 0, (False, True)),
+                             (4608, 0, (True, False)), (3840, 256, (True, True)), (6144, 0, (True, True))):  # fmt: skip
+        block_a, block_b = module.row_blocks(k, group)
+        constants = {"HAS_BRANCH": halves[0], "HAS_NORM": halves[1], "K": k, "GROUP": group}
+        constants |= {"BLOCK_A": block_a, "BLOCK_B": block_b}
+        compiled = _compile(module._residual_norm_kernel, types, constants, sm, module.warps(k), 3, options)
+        yield report("residual_norm", f"k{k} group{group} branch{halves[0]} norm{halves[1]}", sm, compiled)
+    module = kernels["quantize_swiglu_triton"]
+    types = {"gate_ptr": "*bf16", "up_ptr": "*bf16", "q_ptr": INT8, "scale_ptr": FP32}
+    for k, group in ((12288, 0), (12288, 256), (10240, 256)):
+        block_a, block_b = module.row_blocks(k, group)
+        constants = {"CUDA_EXP": True, "K": k, "GROUP": group, "BLOCK_A": block_a, "BLOCK_B": block_b}
+        compiled = _compile(
+            module._quantize_swiglu_kernel, types, constants, sm, module.row_warps(k, group), 3, options
+        )
+        yield report("quantize_swiglu", f"k{k} group{group}", sm, compiled)
+
+
 def all_reports(sms, forms):
     """Every variant that the pack uses by default on these architectures."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -280,6 +305,8 @@ def all_reports(sms, forms):
         "int8_matmul_fused_triton",
         "int8_matmul_low_rank_triton",
         "quantize_rows_triton",
+        "quantize_swiglu_triton",
+        "residual_norm_triton",
         "tiles",
     )
     kernels = {name: importlib.import_module(f"{packtest.NAME}.kernels.{name}") for name in names}
@@ -291,6 +318,7 @@ def all_reports(sms, forms):
             yield from fused_reports(kernels, sm)
             yield from low_rank_reports(kernels, sm)
             yield from quantize_reports(kernels, sm)
+            yield from block_reports(kernels, sm)
         if "usual" in forms:
             yield from usual_form_reports(sm)
 

@@ -1,0 +1,167 @@
+"""residual_norm and quantize_swiglu against PyTorch's own operations, called one after the other."""
+
+import pytest
+import torch
+from native_int8.kernels import (
+    Branch,
+    Norm,
+    PreparedLinear,
+    UnsupportedInput,
+    quantize_rows,
+    quantize_swiglu,
+    reference,
+    residual_norm,
+)
+from native_int8.kernels.packed_rows import empty_rows, parts_of
+from packtest.checks import assert_close, assert_codes_within_one, assert_same
+from packtest.shapes import activation, generator
+
+EPS = 1e-5
+WIDTHS = [(1, 0), (33, 0), (256, 0), (320, 64), (768, 256), (4608, 0), (4608, 256), (5120, 1024)]
+HALVES = {"begin": (False, True), "both": (True, True), "end": (True, False)}
+
+
+def normal(*shape, seed, dtype, device):
+    return torch.randn(shape, generator=generator(seed, str(device)), device=device).to(dtype)
+
+
+def operands(m, k, images, dtype, device):
+    """x, the branch and the norm: rows of an activation, norm weights around 1, modulation as a Linear gives it."""
+    x, y = activation(m, k, dtype, device), activation(m, k, dtype, device, seed=1)
+    modulation = normal(images, 4, k, seed=2, dtype=dtype, device=device)
+    weights = 1 + 0.2 * normal(2, k, seed=3, dtype=dtype, device=device)
+    # slices of one modulation, as they come
+    return x, Branch(y, weights[0], EPS, torch.tanh(modulation[:, 1])), Norm(weights[1], EPS, modulation[:, 2])
+
+
+def in_float64(x, branch, norm):
+    """What the op means, without any rounding."""
+
+    def normed(v, weight, eps):
+        v = v.double().cpu()
+        return v / (v.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double().cpu()
+
+    def by_image(vector):
+        return vector.double().cpu().repeat_interleave(len(x) // len(vector), 0)
+
+    out = x.double().cpu()
+    if branch is not None:
+        out = out + by_image(branch.gate) * normed(branch.y, branch.weight, branch.eps)
+    return out, None if norm is None else normed(out, norm.weight, norm.eps) * (1 + by_image(norm.scale))
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(("k", "group"), WIDTHS)
+def test_means_norm_gate_norm_and_quantise(k, group, half, impl, device):
+    x, branch, norm = operands(6, k, 3, torch.float32, device)
+    branch, norm = (part if there else None for part, there in zip((branch, norm), HALVES[half], strict=True))
+    out, rows = residual_norm(x, branch, norm, rotation_group=group, implementation=impl)
+    expected, normed = in_float64(x, branch, norm)
+    assert_close(out, expected, 1e-6, "x")
+    if norm is None:
+        assert rows is None
+        return
+    q, scale = parts_of(rows, 6, k)
+    expected_q, expected_scale = reference.quantize_rows(reference.rotate(normed, group) if group else normed)
+    assert_close(scale, expected_scale.view(-1), 1e-5, "scale")
+    assert_codes_within_one(q, expected_q, 0.01, "codes")
+
+
+@pytest.mark.parametrize("images", [1, 2, 6])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rounds_where_pytorch_rounds(dtype, images, impl, device):
+    """Step by step in the dtype of x: on a GPU equal to the bit, the order of the sum of squares included."""
+    k, m = 4608, 6
+    x, branch, norm = operands(m, k, images, dtype, device)
+    out, rows = residual_norm(x, branch, norm, implementation=impl)
+    each = m // images
+    gate, scale = (vector.repeat_interleave(each, 0) for vector in (branch.gate, norm.scale))
+    expected = x + gate * torch.nn.functional.rms_norm(branch.y, (k,), branch.weight, EPS)
+    q, row_scale = parts_of(rows, m, k)
+    normed = torch.nn.functional.rms_norm(out, (k,), norm.weight, EPS) * (1.0 + scale)
+    expected_q, expected_scale = quantize_rows(normed, implementation=impl)
+    if impl == "triton" and device.type == "cpu":
+        # the interpreter truncates to bfloat16 and adds in an order of its own
+        assert_close(out, expected, 0.02 if dtype == torch.bfloat16 else 1e-4, "x")
+        assert_close(row_scale, expected_scale.view(-1), 0.02 if dtype == torch.bfloat16 else 1e-3, "scale")
+        return
+    assert_same(out, expected, "x")
+    assert_same(q, expected_q, "codes")
+    assert_same(row_scale, expected_scale.view(-1), "scale")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("k", "group"), [*WIDTHS, (12288, 0), (12288, 256)])
+def test_swiglu_of_two_tensors(k, group, dtype, impl, device):
+    gate, up = activation(5, k, dtype, device), activation(5, k, dtype, device, seed=1)
+    gate = gate * 0.2
+    q, scale = parts_of(quantize_swiglu(gate, up, rotation_group=group, implementation=impl), 5, k)
+    expected_q, expected_scale = quantize_rows(
+        torch.nn.functional.silu(gate) * up, rotation_group=group, implementation=impl
+    )
+    if device.type == "cpu" and impl == "triton":
+        assert_close(scale, expected_scale.view(-1), 0.02 if dtype == torch.bfloat16 else 1e-3, "scale")
+        assert_codes_within_one(q, expected_q, 1.0 if dtype == torch.bfloat16 else 0.02, "codes")
+        return
+    assert_same(q, expected_q, "codes")
+    assert_same(scale, expected_scale.view(-1), "scale")
+
+
+def test_a_prepared_linear_takes_the_rows(impl, device):
+    x, branch, norm = operands(7, 256, 1, torch.float32, device)
+    codes, scale = quantize_rows(normal(48, 256, seed=5, dtype=torch.float32, device=device))
+    prepared = PreparedLinear(codes, scale, implementation=impl)
+    rows = residual_norm(x, branch, norm, implementation=impl)[1]
+    got = prepared.with_rows(torch.full_like(x, float("nan")), codes, scale, None, rows)[0]
+    q, row_scale = parts_of(rows, 7, 256)
+    expected = reference.int8_matmul(q, row_scale.view(-1, 1), codes, scale, None, torch.float32)
+    assert_close(got, expected, 1e-6, "y")
+
+
+def test_a_zero_row_and_a_bad_row_stay_alone(impl, device):
+    x, _, norm = operands(4, 48, 1, torch.float32, device)
+    x[1] = 0
+    x[2, 5] = float("inf")
+    _, scale = parts_of(residual_norm(x, None, norm, implementation=impl)[1], 4, 48)
+    assert scale[1] < 1e-29 and torch.isnan(scale[2]) and torch.isfinite(scale[[0, 3]]).all()
+    _, scale = parts_of(quantize_swiglu(torch.ones_like(x), x, implementation=impl), 4, 48)
+    assert scale[1] < 1e-29 and torch.isnan(scale[2]) and torch.isfinite(scale[[0, 3]]).all()
+
+
+def test_no_rows(impl, device):
+    x, branch, norm = operands(0, 64, 1, torch.float16, device)
+    out, rows = residual_norm(x.view(2, 0, 64), branch._replace(y=x.view(2, 0, 64)), norm, implementation=impl)
+    assert out.shape == (2, 0, 64)
+    q, scale = parts_of(rows, 0, 64)
+    assert q.shape == (0, 64) and scale.numel() == 0
+    assert parts_of(quantize_swiglu(x, x, implementation=impl), 0, 64)[0].shape == (0, 64)
+
+
+def test_parts_are_where_they_were_made(device):
+    for implementation in ("triton", "torch"):
+        rows, q, scale = empty_rows(3, 33, device, implementation)
+        q.fill_(1)
+        scale.fill_(2.0)
+        got_q, got_scale = parts_of(rows, 3, 33)
+        assert_same(got_q, q, "codes")
+        assert_same(got_scale, scale, "scales")
+
+
+def test_what_does_not_fit_is_refused():
+    x, branch, norm = operands(6, 32, 1, torch.float32, torch.device("cpu"))
+    for part, words in (
+        (norm._replace(scale=norm.scale[:, :8]), r"scale torch.float32 \(1, 8\)"),
+        (norm._replace(scale=norm.scale.expand(4, 32)), "for 6 rows"),
+        (norm._replace(weight=norm.weight.half()), "weight torch.float16"),
+        (norm._replace(weight=torch.ones(64)[::2]), "strides"),
+    ):
+        with pytest.raises(UnsupportedInput, match=words):
+            residual_norm(x, None, part)
+    with pytest.raises(UnsupportedInput, match=r"y is torch\.float32"):
+        residual_norm(x, branch._replace(y=branch.y[:3]), None)
+    with pytest.raises(UnsupportedInput, match="contiguous"):
+        residual_norm(x.t(), None, norm)
+    with pytest.raises(UnsupportedInput, match="one shape"):
+        quantize_swiglu(x, x.half())
+    with pytest.raises(UnsupportedInput):
+        residual_norm(x, None, norm, rotation_group=64)
