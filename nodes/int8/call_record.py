@@ -15,6 +15,7 @@ class CallRecord:
     ways, reasons: which way Linears took, and why not the shortest; see short_way.py.
     spared, not_shared: Linears that took the quantised rows of another, and why others of a known class could not; see
     shared_rows.py.
+    fused, unfused: blocks that ran fused by architecture, and why others did not; see fusion/registry.py.
     """
 
     def __init__(self):
@@ -23,6 +24,8 @@ class CallRecord:
         self.ways: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.not_shared: Counter[str] = Counter()
+        self.fused: Counter[str] = Counter()
+        self.unfused: Counter[str] = Counter()
         self.spared = 0
         self._runs = 0
         self._lock = threading.Lock()
@@ -48,6 +51,8 @@ class CallRecord:
             self.ways.update(run.ways)
             self.reasons.update(run.reasons)
             self.not_shared.update(run.shared.not_shared)
+            self.fused.update(run.fused)
+            self.unfused.update(run.unfused)
             self.spared += run.shared.spared
             self._runs += 1
             first = self._runs == 1
@@ -66,6 +71,11 @@ class CallRecord:
         with self._lock:
             quantised = sum(self.calls.values()) - self.spared
             return {"quantised": quantised, "spared": self.spared, "not_shared": dict(self.not_shared)}
+
+    def blocks_fused(self) -> dict[str, dict[str, int]]:
+        """Return {"fused": {architecture: blocks}, "unfused": {why: blocks}}."""
+        with self._lock:
+            return {"fused": dict(self.fused), "unfused": dict(self.unfused)}
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """Return both counters as plain dictionaries: {"calls": {...}, "declined": {...}}."""
@@ -91,12 +101,19 @@ class CallRecord:
         )
         if shared["not_shared"]:
             parts.append(f"each for itself: {_listed(shared['not_shared'])}")
+        blocks = self.blocks_fused()
+        if blocks["fused"]:
+            parts.append(f"blocks fused: {_listed(blocks['fused'])}")
+        if blocks["unfused"]:
+            parts.append(f"not fused: {_listed(blocks['unfused'])}")
         return "; ".join(parts) + "."
 
     def reset(self) -> None:
         """Set all counters to nothing."""
         with self._lock:
-            for counter in (self.calls, self.declined, self.ways, self.reasons, self.not_shared):
+            for counter in (
+                self.calls, self.declined, self.ways, self.reasons, self.not_shared, self.fused, self.unfused
+            ):  # fmt: skip
                 counter.clear()
             self.spared = 0
 

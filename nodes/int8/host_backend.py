@@ -20,12 +20,15 @@ from ...kernels.capability import detect
 from ...kernels.dispatch import Int8Error
 from . import lora_branch, lora_patcher, short_way, tuned_tiles
 from .call_record import CallRecord
+from .fusion import registry as fusion
 
 NAME = "native_int8"
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INPUT_ACTS = {None: None, "none": None, "gelu_tanh": "gelu_tanh", "swiglu": "swiglu"}
 RMS_NORM = "rms_norm"
+# how much of a MODEL runs here: what a node offers, best first
+FUSED, LINEAR_ONLY, OFF = SPEEDS = ("fused", "linear only", "off")
 LINEAR_KEYS = frozenset(
     {"x", "weight", "weight_scale", "bias", "out_dtype", "convrot", "convrot_groupsize", "input_act"}
 )
@@ -42,19 +45,21 @@ _lock = threading.Lock()
 class _UseNativeInt8:
     """The APPLY_MODEL wrapper: selects our backend, for this thread, while the model runs.
 
-    Clones of a MODEL share this object and so the record.
+    Clones of a MODEL share this object and so the record. speed: FUSED or LINEAR_ONLY.
     """
 
-    def __init__(self):
+    def __init__(self, speed: str = FUSED):
         self.record = CallRecord()
+        self.speed = speed
 
     def __call__(self, executor, *args, **kwargs):
-        with lora_branch.inside(executor.class_obj), self.running(getattr(executor.class_obj, "diffusion_model", None)):
+        module = getattr(executor.class_obj, "diffusion_model", None)
+        with lora_branch.inside(executor.class_obj), self.running(module, self.speed == FUSED):
             return executor(*args, **kwargs)
 
     @contextlib.contextmanager
-    def running(self, module: torch.nn.Module | None):
-        """Select our backend for this thread, and the short way for the INT8 Linears of `module`."""
+    def running(self, module: torch.nn.Module | None, fused: bool = False):
+        """Select our backend for this thread, and the short way for the INT8 Linears of `module`; fuse its blocks."""
         from comfy_kitchen.registry import registry
 
         if not registry.is_available(NAME):
@@ -68,6 +73,7 @@ class _UseNativeInt8:
             with (
                 registry.use_backend(NAME),
                 short_way.inside(module, self.record.add_run) if short else contextlib.nullcontext(),
+                fusion.inside(module) if short and fused and fusion.is_enabled() else contextlib.nullcontext(),
             ):
                 yield
         finally:
@@ -118,6 +124,24 @@ def enable(model) -> _UseNativeInt8:
         found = _UseNativeInt8()
         model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, NAME, found)
     return found
+
+
+def set_speed(model, speed: str) -> None:
+    """Choose how much of `model` runs on our kernels, one of SPEEDS; other clones keep theirs.
+
+    FUSED: Linears and the passes around them. LINEAR_ONLY: INT8 Linears. OFF: nothing, as `detach`.
+    """
+    from comfy.patcher_extension import WrappersMP
+
+    if speed not in SPEEDS:
+        raise ValueError(f"The INT8 speed is {speed!r}. Needed: one of {SPEEDS}. Choose one of these in the node.")
+    if speed == OFF:
+        detach(model)
+        return
+    attach(model)
+    if _wrapper_of(model).speed != speed:
+        model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, NAME)
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, NAME, _UseNativeInt8(speed))
 
 
 def detach(model) -> None:

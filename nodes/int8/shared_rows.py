@@ -92,21 +92,56 @@ class _Kept(NamedTuple):
     rows: torch.Tensor | tuple
 
 
+class Given:
+    """Rows that a fused block made for Linears, which are called with another tensor of the same shape and dtype.
+
+    Args:
+        stand_in: that tensor; what it holds is not read.
+        rows: the quantised input, of `kind` (see PreparedLinear.rows_kind).
+        make: returns the input itself, for a Linear that cannot take the rows.
+    Attributes: used: how often the rows or the input were taken; a Linear that took neither read the stand-in.
+    """
+
+    __slots__ = ("_input", "_make", "kind", "rows", "stand_in", "used")
+
+    def __init__(
+        self, stand_in: torch.Tensor, rows: torch.Tensor | tuple, kind: tuple, make: Callable[[], torch.Tensor]
+    ):
+        self.stand_in, self.rows, self.kind = stand_in, rows, kind
+        self._make, self._input, self.used = make, None, 0
+
+    def input(self) -> torch.Tensor:
+        """The input itself, made once."""
+        if self._input is None:
+            self._input = self._make()
+        return self._input
+
+
 class SharedRows:
     """The rows that one run of a MODEL keeps at the moment, and how often it could spare quantising.
 
+    given: rows that a fused block has made, for as long as it calls their Linears.
     spared: Linears that took rows which were there. not_shared: why groups of a listed class are not -> Linears.
     """
 
-    __slots__ = ("_kept", "not_shared", "spared")
+    __slots__ = ("_kept", "given", "not_shared", "spared")
 
     def __init__(self):
         self._kept: _Kept | None = None
+        self.given: Given | None = None
         self.spared = 0
         self.not_shared: Counter[str] = Counter()
 
     def run(self, place: Place | None, prepared, input, weight, weight_scale, bias, low_rank=None) -> torch.Tensor:
         """Call `prepared` (a PreparedLinear) with the rows of an earlier member, or keep its rows for a later one."""
+        given = self.given
+        if given is not None and given.stand_in is input:
+            given.used += 1
+            if prepared.rows_kind == given.kind:
+                self.spared += 1
+                x = input if low_rank is None else given.input()
+                return prepared.with_rows(x, weight, weight_scale, bias, given.rows, low_rank)[0]
+            input = given.input()
         kept, self._kept = self._kept, None
         if place is None:
             return prepared.with_rows(input, weight, weight_scale, bias, None, low_rank)[0]
@@ -132,9 +167,17 @@ class SharedRows:
         if self._kept is not None and (place is None or place.is_last or place.group is not self._kept.group):
             self._kept = None
 
+    def real(self, input: torch.Tensor) -> torch.Tensor:
+        """What a Linear multiplies that is called with `input`, which may be the stand-in of a fused block."""
+        given = self.given
+        if given is None or given.stand_in is not input:
+            return input
+        given.used += 1
+        return given.input()
+
     def forget(self) -> None:
         """Let go of what is kept."""
-        self._kept = None
+        self._kept = self.given = None
 
 
 def find(root: torch.nn.Module, is_member: Callable[[torch.nn.Module], bool]) -> tuple[dict[int, Place], Counter[str]]:

@@ -36,7 +36,8 @@ from collections import Counter
 
 import torch
 
-from ...kernels.dispatch import Int8Error
+from ...kernels.capability import detect
+from ...kernels.dispatch import Int8Error, LinearFacts, choose_for
 from ...kernels.low_rank import add_low_rank
 from ...kernels.prepared_linear import PreparedLinear
 from . import shared_rows
@@ -59,15 +60,18 @@ class Run:
     """What one call of one MODEL on one thread did; merged into the MODEL's record when it ends.
 
     calls: implementation -> Linears run from a seat. ways: way -> Linears. reasons: why Linears were not "resident".
-    shared: the quantised rows that Linears share, and how many did.
+    shared: the quantised rows that Linears share, and how many did. fused: architecture -> blocks that ran fused;
+    unfused: why others did not -> blocks (fusion/registry.py).
     """
 
-    __slots__ = ("calls", "reasons", "shared", "ways")
+    __slots__ = ("calls", "fused", "reasons", "shared", "unfused", "ways")
 
     def __init__(self):
         self.calls: Counter[str] = Counter()
         self.ways: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
+        self.fused: Counter[str] = Counter()
+        self.unfused: Counter[str] = Counter()
         self.shared = shared_rows.SharedRows()
 
 
@@ -110,6 +114,25 @@ def seated(diffusion_model: torch.nn.Module):
 def is_seated(module: torch.nn.Module) -> bool:
     """Whether what the Linear multiplies with is its seat, and not what another pack put there first."""
     return getattr(module.__dict__.get(LOWER), "__module__", None) == __name__
+
+
+def current_run() -> Run | None:
+    """The run of this thread; None outside a MODEL and while torch.compile traces."""
+    return None if _is_compiling() else getattr(_thread, "run", None)
+
+
+def rows_kind(module: torch.nn.Module, input: torch.Tensor) -> tuple | None:
+    """The kind of rows that an INT8 Linear wants for `input` (see PreparedLinear.rows_kind); None when it has no seat."""
+    weight = module._parameters.get("weight")
+    if not is_seated(module) or getattr(weight, "_layout_cls", None) != LAYOUT:
+        return None
+    upper = module.__dict__.get(UPPER)
+    if upper is not None and getattr(upper, "__module__", None) != __name__:
+        return None
+    n, k = weight._qdata.shape
+    group = _rotation_group(weight._params)
+    facts = LinearFacts(k, n, group)
+    return input.device, choose_for(detect(input.device), facts).implementation, k, group, None
 
 
 def _seats(diffusion_model: torch.nn.Module) -> _Seats:
@@ -235,6 +258,7 @@ def _lower_seat(module: torch.nn.Module, linear: _Linear):
             run.reasons[prepared] += 1
             run.ways[GENERAL] += 1
             run.shared.pass_by(linear.place)
+            input = run.shared.real(input)
         y = of_class(module, input, weight, bias)
         return y if low_rank is None else add_low_rank(y, input, low_rank)
 

@@ -1,0 +1,1 @@
+"""Fused transformer blocks: one file per architecture, found through registry.py."""

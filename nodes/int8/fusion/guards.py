@@ -1,0 +1,113 @@
+"""What must hold before a fused block may run in place of the host's: the host's own source, and nobody else's hands in it.
+
+A fused block repeats what the source of the host's methods says. So their source is compared, without comments and
+layout, with the versions that the block was written for; and before each call the modules are looked through for what
+other packs attach to them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import io
+import tokenize
+
+import torch
+from torch.nn.modules import module as torch_module
+
+_LAYOUT = frozenset(
+    {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_GLOBAL_HOOKS = tuple(
+    getattr(torch_module, name)
+    for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
+    if hasattr(torch_module, name)
+)
+
+
+@functools.cache
+def fingerprint(function) -> str:
+    """16 hex digits that change with the tokens of a function's source, but not with comments or layout.
+
+    Raises OSError or TypeError when the source cannot be read.
+    """
+    source = inspect.getsource(function)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    text = " ".join(token.string for token in tokens if token.type not in _LAYOUT)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def why_unknown(module_class: type, known: dict[str, frozenset[str]]) -> str | None:
+    """None when the source of each method of `module_class` is one of the fingerprints known for it."""
+    for name, fingerprints in known.items():
+        function = getattr(module_class, name, None)
+        where = f"{module_class.__qualname__}.{name}"
+        if not getattr(function, "__module__", "").startswith("comfy."):
+            return f"another pack replaced {where}"
+        try:
+            found = fingerprint(function)
+        except (OSError, TypeError, SyntaxError, tokenize.TokenError) as error:
+            return f"the source of {where} cannot be read ({type(error).__name__})"
+        if found not in fingerprints:
+            return f"{where} of this ComfyUI is another than the known ones ({found})"
+    return None
+
+
+class Watched:
+    """The modules and methods that a fused block passes over, as they were when they were checked.
+
+    Args:
+        parents: modules whose children must stay the same.
+        modules: modules whose own forward the fused block does not call, or calls with a stand-in.
+        methods: (class, name) of host methods that must not be replaced.
+    """
+
+    __slots__ = ("_attributes", "_children", "_methods", "_parents")
+
+    def __init__(self, parents, modules, methods):
+        self._parents = [parent._modules for parent in parents]
+        self._children = [child for children in self._parents for child in children.values()]
+        self._attributes = [module.__dict__ for module in modules]
+        self._methods = [(kind, name, getattr(kind, name)) for kind, name in methods]
+
+    def why_foreign(self) -> str | None:
+        """None while nobody changed or hooked any of them; costs a few microseconds."""
+        if [child for children in self._parents for child in children.values()] != self._children:
+            return "a module of the block was replaced"
+        for attributes in self._attributes:
+            if "forward" in attributes:
+                return "a module of the block has another forward, such as that of a bypass LoRA"
+            if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
+                return "a module of the block has hooks"
+        for kind, name, function in self._methods:
+            if getattr(kind, name, None) is not function:
+                return f"another pack replaced {kind.__qualname__}.{name}"
+        if any(_GLOBAL_HOOKS):
+            return "hooks are set on all modules"
+        return None
+
+
+def affine(norm: torch.nn.Module, like: torch.Tensor) -> tuple[torch.Tensor, tuple | None] | str:
+    """The weight of a norm of the host in the dtype and on the device of `like`, and what `release` needs; or why not."""
+    import comfy.ops
+
+    weight = norm._parameters.get("weight")
+    if weight is None:
+        return "a norm has no weight"
+    as_it_is = weight.dtype == like.dtype and weight.device == like.device
+    if as_it_is and "_v" not in norm.__dict__ and not norm.weight_function:
+        return weight, None
+    if not norm.comfy_cast_weights and not norm.weight_function:
+        return "a norm computes in another dtype"
+    cast, bias, stream = comfy.ops.cast_bias_weight(norm, like, offloadable=True)
+    return cast, (norm, cast, bias, stream)
+
+
+def release(borrowed: tuple | None) -> None:
+    """Tell the host that a weight from `affine` was used for the last time."""
+    if borrowed is not None:
+        import comfy.ops
+
+        comfy.ops.uncast_bias_weight(*borrowed)

@@ -1,0 +1,132 @@
+"""Fused blocks: which classes of the host have one, and how a running MODEL gets them.
+
+While a MODEL runs, each block that is known here has a seat, an instance attribute `forward` as the Linears have theirs
+(short_way.py says why there and not elsewhere). The seat runs the fused block where everything it relies on holds, and
+the class's own forward otherwise; both are counted, the latter with the reason. The Linears inside keep their own seats:
+a fused block hands them rows that are quantised already (shared_rows.Given), and whatever a Linear then does, such as
+fetching an offloaded weight or adding a LoRA, is its usual way.
+
+A new architecture is a file here with a class like ideogram4.Block, and a line in BLOCKS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+import weakref
+
+import torch
+
+from ....kernels.dispatch import Int8Error
+from .. import short_way
+from . import ideogram4
+
+SWITCH = "NATIVE_INT8_FUSION"
+FORWARD = "forward"
+HOST = "comfy."
+
+# class of the host -> what makes a fused block of a module, or returns why there is none
+BLOCKS = {"ldm.ideogram4.model.Ideogram4TransformerBlock": ideogram4.Block.of}
+# class of the host -> (name of a method, what makes its seat)
+MODELS = {"ldm.ideogram4.model.Ideogram4Transformer2DModel": ("_run_conditional", ideogram4.without_full_mask)}
+
+log = logging.getLogger("native_int8.fusion")
+_lock = threading.Lock()
+_seats_of: weakref.WeakKeyDictionary[torch.nn.Module, _Seats] = weakref.WeakKeyDictionary()
+
+
+def is_enabled() -> bool:
+    """Whether blocks may run fused; NATIVE_INT8_FUSION=0 forbids it."""
+    return os.environ.get(SWITCH, "1") != "0"
+
+
+@contextlib.contextmanager
+def inside(diffusion_model: torch.nn.Module):
+    """Let the known blocks of `diffusion_model` run fused in this thread; entered inside short_way.inside."""
+    run = short_way.current_run()
+    if run is None:
+        yield
+        return
+    diffusion_model = getattr(diffusion_model, "_orig_mod", diffusion_model)
+    seats = _seats_of.get(diffusion_model)
+    if seats is None:
+        seats = _seats_of[diffusion_model] = _Seats(diffusion_model)
+    seats.enter(run)
+    try:
+        yield
+    finally:
+        seats.leave()
+
+
+class _Seats:
+    """The seats of one model's blocks; there while at least one thread runs the model."""
+
+    def __init__(self, diffusion_model: torch.nn.Module):
+        self.seats: list[tuple[dict, str, object]] = []
+        self.unknown: dict[str, int] = {}
+        self.users = 0
+        for module in diffusion_model.modules():
+            name = _name_of(type(module))
+            if name in BLOCKS:
+                block = BLOCKS[name](module)
+                if isinstance(block, str):
+                    self.unknown[block] = self.unknown.get(block, 0) + 1
+                else:
+                    self.seats.append((module.__dict__, FORWARD, _block_seat(module, block)))
+            elif name in MODELS:
+                method, make = MODELS[name]
+                seat = make(module, getattr(type(module), method))
+                if seat is not None:
+                    self.seats.append((module.__dict__, method, seat))
+        if not self.seats and not self.unknown:
+            self.unknown[f"no fusion for the class {type(diffusion_model).__name__}"] = 1
+
+    def enter(self, run: short_way.Run) -> None:
+        run.unfused.update(self.unknown)
+        with _lock:
+            self.users += 1
+            for attributes, name, seat in self.seats:
+                if attributes.setdefault(name, seat) is not seat:
+                    run.unfused[f"another pack replaced {name}"] += 1
+
+    def leave(self) -> None:
+        with _lock:
+            self.users -= 1
+            if self.users:
+                return
+            for attributes, name, seat in self.seats:
+                if attributes.get(name) is seat:
+                    del attributes[name]
+
+
+def _name_of(module_class: type) -> str | None:
+    name = f"{module_class.__module__}.{module_class.__qualname__}"
+    return name.removeprefix(HOST) if name.startswith(HOST) else None
+
+
+def _block_seat(module: torch.nn.Module, block):
+    of_class = type(module).forward
+
+    @functools.wraps(of_class)
+    def forward(*args, **kwargs):
+        run = short_way.current_run()
+        if run is None:
+            return of_class(module, *args, **kwargs)
+        try:
+            found = block.forward(run, *args, **kwargs)
+        except Int8Error as error:
+            found = f"the kernel cannot run it: {error}"
+        finally:
+            run.shared.given = None
+        if not isinstance(found, str):
+            run.fused[block.name] += 1
+            return found
+        if found not in run.unfused:
+            log.debug("A block of %s runs unfused: %s.", block.name, found)
+        run.unfused[found] += 1
+        return of_class(module, *args, **kwargs)
+
+    return forward
