@@ -30,6 +30,8 @@ BUDGET_S = 120.0
 GROUPS_M = (4, 16)
 # what each contestant is timed for, in microseconds on the GPU, within the limits of rounds
 _TIME_PER_TILE_US, _LEAST_ROUNDS, _MOST_ROUNDS = 20_000, 7, 41
+# idle work of the timer: cycles to learn the clock by, and the most before one call
+_IDLE_CYCLES, _MOST_IDLE_US = 2_000_000, 5000.0
 
 # bf16 multiply-adds per clock and SM with fp32 sums: (consumer cards, others); GeForce halves them
 _BF16_MACS = {80: (1024, 1024), 86: (256, 512), 89: (256, 512), 90: (2048, 2048), 100: (4096, 4096), 120: (256, 512)}
@@ -97,33 +99,53 @@ class TuningResult:
 
 
 class EventTimer:
-    """Median microseconds on a CUDA device: every round runs each call once, each after a write that empties the L2."""
+    """Median microseconds on a CUDA device: every round runs each call once, each after a write that empties the L2.
+
+    Before each call the GPU idles for longer than the call's host time, so that all its kernels are queued when the clock
+    starts: what is measured is the GPU's time alone.
+    """
 
     def __init__(self, device: torch.device):
         l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or (64 << 20)
         self._device = device
         self._flush = torch.empty(2 * l2_bytes, dtype=torch.int8, device=device)
+        with torch.cuda.device(device):
+            # the first one warms up
+            idle_us = [self._once(lambda: torch.cuda._sleep(_IDLE_CYCLES)) for _ in range(2)][1]
+        self._cycles_per_us = _IDLE_CYCLES / idle_us
 
-    def _once(self, call: Callable[[], object]) -> float:
+    def _once(self, call: Callable[[], object], idle_us: float = 0.0) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._flush.zero_()
+        if idle_us:
+            torch.cuda._sleep(int(idle_us * self._cycles_per_us))
         start.record()
         call()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e3
 
+    def _idle_us(self, call: Callable[[], object]) -> float:
+        """Idle time that outlasts the host's part of a call."""
+        host_us = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            before = time.perf_counter()
+            call()
+            host_us.append((time.perf_counter() - before) * 1e6)
+        torch.cuda.synchronize()
+        return min(2 * min(host_us) + 30, _MOST_IDLE_US)
+
     def __call__(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """Median microseconds of each call; about 20 ms of GPU time each."""
         with torch.cuda.device(self._device):
-            for call in calls.values():
-                call()
-            slowest = max(self._once(call) for call in calls.values())
+            idle_us = {name: self._idle_us(call) for name, call in calls.items()}
+            slowest = max(self._once(call, idle_us[name]) for name, call in calls.items())
             rounds = int(min(max(_TIME_PER_TILE_US / max(slowest, 1.0), _LEAST_ROUNDS), _MOST_ROUNDS))
             times: dict[str, list[float]] = {name: [] for name in calls}
             for _ in range(rounds):
                 for name, call in calls.items():
-                    times[name].append(self._once(call))
+                    times[name].append(self._once(call, idle_us[name]))
         return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
 
 
