@@ -11,8 +11,10 @@ class NativeInt8Extension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Return the node classes; they are imported here so that loading the pack stays cheap."""
         try:
+            from .int8_benchmark import INT8Benchmark
             from .int8_capability_check import INT8CapabilityCheck
             from .int8_patch_model import INT8PatchModel
+            from .int8_quality_report import INT8QualityReport
             from .int8_save_model import INT8SaveModel
             from .int8_tune import INT8TuneKernels
             from .load_dit_native_int8 import LoadDiTNativeINT8
@@ -27,5 +29,7 @@ class NativeInt8Extension(ComfyExtension):
             INT8PatchModel,
             INT8SaveModel,
             INT8CapabilityCheck,
+            INT8Benchmark,
+            INT8QualityReport,
             INT8TuneKernels,
         ]

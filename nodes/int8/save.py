@@ -105,7 +105,7 @@ def _baked(model, key: str) -> dict[str, torch.Tensor]:
     return value.state_dict(name) if isinstance(value, QuantizedTensor) else {name: value}
 
 
-def free_name(folder: str, prefix: str) -> Path:
+def free_name(folder: str, prefix: str, ending: str = ".safetensors") -> Path:
     """The next file name of a prefix in `folder`: "<prefix>_00001_.safetensors" and so on, as the host counts.
 
     Raises:
@@ -128,8 +128,8 @@ def free_name(folder: str, prefix: str) -> Path:
             f"INT8 Save Model got the file name {prefix!r}, which leads out of the output folder. A name inside it is "
             "needed; change filename_prefix, for instance to diffusion_models/my_model."
         ) from error
-    path = Path(target) / f"{stem}_{counter:05}_.safetensors"
+    path = Path(target) / f"{stem}_{counter:05}_{ending}"
     while path.exists():
         counter += 1
-        path = path.with_name(f"{stem}_{counter:05}_.safetensors")
+        path = path.with_name(f"{stem}_{counter:05}_{ending}")
     return path

@@ -1,6 +1,7 @@
-"""The line of text that a node shows."""
+"""What a node shows while it runs and afterwards: its progress, and a line of text."""
 
 import logging
+from collections.abc import Callable
 
 log = logging.getLogger("native_int8.status")
 
@@ -14,3 +15,21 @@ def show(line: str, node_id: str | None) -> None:
     # outside a running server, such as in a script, there is no node to write on
     if server is not None and node_id is not None:
         server.send_progress_text(line, node_id)
+
+
+def progress() -> Callable[[float], None]:
+    """A progress bar on the node that runs: called with the part that is done, 0 to 1.
+
+    Raises (when called):
+        InterruptProcessingException: the user stopped the run.
+    """
+    from comfy import model_management
+    from comfy.utils import ProgressBar
+
+    bar = ProgressBar(1000)
+
+    def update(done: float) -> None:
+        bar.update_absolute(round(1000 * done))
+        model_management.throw_exception_if_processing_interrupted()
+
+    return update

@@ -17,6 +17,8 @@ OURS = (
     "LoadTextEncoderNativeINT8",
     "INT8PatchModel",
     "INT8CapabilityCheck",
+    "INT8Benchmark",
+    "INT8QualityReport",
     "INT8TuneKernels",
     "INT8SaveModel",
 )
@@ -223,6 +225,32 @@ def test_convert_and_save_writes_a_file_that_the_loaders_list(pack_server, schem
         assert file.name in inputs_of(schema)[widget][1]["options"]
     # other tests see the same lists
     file.unlink()
+
+
+def test_quality_and_speed_shows_plots_and_numbers(pack_server, schemas):
+    prompt = to_prompt(load("INT8 quality and speed"), schemas)
+    for node in prompt.values():
+        if "steps" in node["inputs"]:
+            node["inputs"]["steps"] = 2
+        if node["class_type"] == "INT8QualityReport":
+            node["inputs"]["protect_below"] = 100
+        if node["class_type"] == "INT8Benchmark":
+            node["inputs"]["resolutions"] = "128x128"
+    result = pack_server.run(prompt)
+    shown = {
+        kind: [n for n, node in prompt.items() if node["class_type"] == kind] for kind in ("PreviewAny", "PreviewImage")
+    }
+    report, protect, table = (result.text(node) for node in shown["PreviewAny"])
+    assert "28 INT8 layers: worst" in report and "PSNR" in report and "single_blocks.3.linear2" in report
+    assert len(protect.split(", ")) == 28
+    assert "128x128; rows seen in a forward" in table and "Amdahl: these Linears take" in table
+    for node in shown["PreviewImage"]:
+        (picture,) = result.outputs[node]["images"]
+        assert picture["type"] == "temp"
+    (file,) = (pack_server.base_dir / "output" / "native_int8").glob("benchmark_*.json")
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert found["model"]["linears"] == 28 and found["sizes"][0]["amdahl"]["bound"] > 1
+    assert str(pack_server.base_dir) not in file.read_text(encoding="utf-8")
 
 
 def test_emoji_demo_draws_three_pictures(pack_server, schemas):
