@@ -95,7 +95,7 @@ def test_fused_epilogues_leave_the_loop_clean(version, kernel):
 @pytest.mark.parametrize("version", TRITONS)
 def test_a_low_rank_product_in_the_epilogue_spills_nothing(version):
     found = of(version, "int8_matmul_low_rank")
-    assert len(found) == len(of(version, "int8_matmul"))
+    assert len(found) == sum(len(tiles.default_large_tiles(sm)) for sm in ARCHITECTURES)
     for r in found:
         assert r["stack_bytes"] == 0 and r["loop_local_memory"] == 0 and r["loop_mma"] > 0, r
 

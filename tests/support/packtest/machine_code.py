@@ -228,14 +228,14 @@ def fused_reports(kernels, sm: int):
 
 
 def low_rank_reports(kernels, sm: int):
-    """Every tile of an architecture's table with a low-rank product in the epilogue."""
+    """The default large tiles with a low-rank product in the epilogue."""
     module = kernels["int8_matmul_low_rank_triton"]
     types = {
         "x_ptr": INT8, "x_scale_ptr": FP32, "w_ptr": INT8, "w_scale_ptr": FP32, "bias_ptr": "*bf16", "y_ptr": "*bf16",
         "inner_ptr": "*bf16", "up_ptr": "*bf16", "m": "i32", "n": "i32", "k": "i32", "stride_xm": "i32",
         "stride_wn": "i32", "stride_ym": "i32", "rank": "i32",
     }  # fmt: skip
-    for tile in sorted(kernels["tiles"].all_tiles(sm), key=str):
+    for tile in sorted(kernels["tiles"].default_large_tiles(sm), key=str):
         constants = {
             "ROW_SCALES": True, "HAS_BIAS": True, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
             "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m, "EVEN_K": True, "BLOCK_R": module.RANK_STEP,
