@@ -114,4 +114,3 @@ def test_an_interrupt_leaves_no_hook(run, float_model, int8_model, at):
     with pytest.raises(InterruptedError):
         run(float_model, int8_model, stop)
     assert hooks_of(float_model) == hooks_of(int8_model) == 0
-
