@@ -25,17 +25,21 @@ class INT8PatchModel(io.ComfyNode):
                 ),
                 *widgets.layers(),
                 widgets.scale_search(),
+                widgets.int8_speed(),
             ],
             outputs=[io.Model.Output(tooltip="The INT8 MODEL, about half the size of bf16. The input is not changed.")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, model, protect: str = "", force: str = "", scale_search: bool = False) -> io.NodeOutput:
+    def execute(
+        cls, model, protect: str = "", force: str = "", scale_search: bool = False, int8_speed: str = "fused"
+    ) -> io.NodeOutput:
         """Patch the MODEL and show what became of its layers."""
-        from .int8 import patcher, status, warm_up
+        from .int8 import host_backend, patcher, status, warm_up
         from .int8.loader import LoadOptions
 
         patched, report = patcher.patch_model(model, LoadOptions(protect=protect, force=force, mse=scale_search))
+        host_backend.set_speed(patched, int8_speed)
         status.show(report.summary() + warm_up.compile_kernels(patched), cls.hidden.unique_id)
         return io.NodeOutput(patched)

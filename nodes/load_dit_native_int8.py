@@ -68,6 +68,7 @@ class LoadDiTNativeINT8(io.ComfyNode):
                     "them to load. auto is the conditional one, and right for all other files. No cost.",
                 ),
                 widgets.scale_search(),
+                widgets.int8_speed(),
             ],
             outputs=[io.Model.Output(tooltip="The INT8 MODEL. LoRA, offload and saving work as with any other MODEL.")],
             hidden=[io.Hidden.unique_id],
@@ -92,9 +93,10 @@ class LoadDiTNativeINT8(io.ComfyNode):
         keep_copy: bool = False,
         branch: str = "auto",
         scale_search: bool = False,
+        int8_speed: str = "fused",
     ) -> io.NodeOutput:
         """Load the file and show what became of its layers."""
-        from .int8 import status, warm_up
+        from .int8 import host_backend, status, warm_up
         from .int8.loader import LoadOptions, load_model
         from .int8.report import REPORT_KEY
 
@@ -103,6 +105,7 @@ class LoadDiTNativeINT8(io.ComfyNode):
             rotation=rotation, protect=protect, force=force, branch=branch, mse=scale_search, cache=keep_copy
         )
         model = load_model(path, options)
+        host_backend.set_speed(model, int8_speed)
         line = model.get_attachment(REPORT_KEY).summary() + warm_up.compile_kernels(model)
         status.show(line, cls.hidden.unique_id)
         return io.NodeOutput(model)

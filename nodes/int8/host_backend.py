@@ -21,14 +21,13 @@ from ...kernels.dispatch import Int8Error
 from . import lora_branch, lora_patcher, short_way, tuned_tiles
 from .call_record import CallRecord
 from .fusion import registry as fusion
+from .speeds import FUSED, OFF, SPEEDS
 
 NAME = "native_int8"
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INPUT_ACTS = {None: None, "none": None, "gelu_tanh": "gelu_tanh", "swiglu": "swiglu"}
 RMS_NORM = "rms_norm"
-# how much of a MODEL runs here: what a node offers, best first
-FUSED, LINEAR_ONLY, OFF = SPEEDS = ("fused", "linear only", "off")
 LINEAR_KEYS = frozenset(
     {"x", "weight", "weight_scale", "bias", "out_dtype", "convrot", "convrot_groupsize", "input_act"}
 )

@@ -2,6 +2,8 @@
 
 from comfy_api.latest import io
 
+from .speeds import FUSED, SPEEDS
+
 
 def layers() -> list[io.Input]:
     """`protect` and `force`."""
@@ -35,4 +37,18 @@ def scale_search() -> io.Input:
         tooltip="Try ten smaller scales for each row of a weight and keep the one of least squared error. Measured: 1 to 3 % "
         "less squared error of the weights (0.1 dB), for about ten times the time of quantising on a CPU; no cost when "
         "sampling. Layers that are INT8 in the file already stay as they are.",
+    )
+
+
+def int8_speed() -> io.Input:
+    """`int8_speed`."""
+    return io.Combo.Input(
+        "int8_speed",
+        options=list(SPEEDS),
+        default=FUSED,
+        optional=True,
+        advanced=True,
+        tooltip="How much of each step runs on this pack's kernels. fused: INT8 Linears, and in models known for it the norms, "
+        "modulations and activations around them in single passes, rounded as without; blocks that another pack patches "
+        "run unfused. linear only: INT8 Linears alone. off: INT8 weights on ComfyUI's own kernels. Memory is the same.",
     )

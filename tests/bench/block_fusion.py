@@ -150,7 +150,7 @@ def main() -> None:
     results = Results(arguments.json, arguments.limit)
     comfy = load_comfy()
     load_kernels()
-    from native_int8.nodes.int8 import host_backend, patcher
+    from native_int8.nodes.int8 import host_backend, patcher, speeds
 
     kernels_alone(results)
     state = random_state(comfy)
@@ -158,8 +158,8 @@ def main() -> None:
     del state
     fused, report = patcher.patch_model(base)
     linear, host = fused.clone(), fused.clone()
-    host_backend.set_speed(linear, host_backend.LINEAR_ONLY)
-    host_backend.set_speed(host, host_backend.OFF)
+    host_backend.set_speed(linear, speeds.LINEAR_ONLY)
+    host_backend.set_speed(host, speeds.OFF)
     comfy.model_management.load_models_gpu([base, fused], force_full_load=True)
     results.note(f"{report.summary()}; {results.left():.0f} s left")
     contestants = {"bf16": base, "host": host, "linear": linear, "no mask": linear, "fused": fused}
