@@ -18,7 +18,7 @@ import torch
 from ...kernels import choose, int8_linear, int8_linear_residual, int8_matmul, quantize_rms_norm
 from ...kernels.capability import detect
 from ...kernels.dispatch import Int8Error
-from . import lora_branch, lora_patcher, short_way, tuned_tiles
+from . import lora_branch, lora_patcher, own_wrappers, short_way, tuned_tiles
 from .call_record import CallRecord
 from .fusion import registry as fusion
 from .speeds import FUSED, OFF, SPEEDS
@@ -109,6 +109,7 @@ def register() -> None:
 def attach(model) -> None:
     """Let the INT8 linears of `model` (a ModelPatcher) run on our kernels; calling it again changes nothing."""
     enable(model)
+    own_wrappers.install(model)
     lora_patcher.install(model)
 
 
@@ -148,6 +149,7 @@ def detach(model) -> None:
     from comfy.patcher_extension import WrappersMP
 
     model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, NAME)
+    own_wrappers.uninstall(model)
     lora_patcher.uninstall(model)
 
 

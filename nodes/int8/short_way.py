@@ -214,6 +214,8 @@ def _upper_seat(module: torch.nn.Module, linear: _Linear):
         if run is None:
             return of_class(module, input, *args, **kwargs)
         weight, bias = parameters.get("weight"), parameters.get("bias")
+        if not kwargs.get("weight_only_quant") and _is_only_forced(module, weight):
+            kwargs["weight_only_quant"] = True
         known = linear.resident
         if not kwargs.get("weight_only_quant"):
             reason = _why_not_int8(module)
@@ -332,6 +334,18 @@ def _unfit_input(input, bias) -> str | None:
     if bias is not None and (bias.device != input.device or not bias.is_contiguous()):
         return f"the bias is on {bias.device} and the input on {input.device}, or its values are not contiguous"
     return None
+
+
+def _is_only_forced(module: torch.nn.Module, weight) -> bool:
+    """Whether the host would make the weight float only since a node chose the type to compute in.
+
+    INT8 products come out in the type of the input, which is what such a node asks for.
+    """
+    return (
+        getattr(module, "comfy_force_cast_weights", False)
+        and getattr(weight, "_layout_cls", None) == LAYOUT
+        and not (module.weight_function or module.bias_function or getattr(module, "_full_precision_mm", False))
+    )
 
 
 def _why_not_int8(module: torch.nn.Module) -> str:

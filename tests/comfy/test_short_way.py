@@ -83,7 +83,6 @@ def sliced_bias(layer):
 @pytest.mark.parametrize(
     ("change", "way", "words"),
     [
-        (force_cast, "fetched", "forces its weights"),
         (full_precision, "fetched", "full precision"),
         (dynamic_slot, "fetched", "dynamic VRAM"),
         (weight_function, "general", "changes the weight"),
@@ -110,6 +109,20 @@ def test_leaves_to_the_host_what_the_host_has_to_do(model, x, change, way, words
     assert any(words in reason for reason in run.reasons), run.reasons
     if change in (weight_function, bias_function):
         assert not torch.equal(got, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_type_to_compute_in_keeps_int8(model, x, dtype):
+    layer, x = model.first, x.to(dtype)
+    expected, _ = call(layer, x)
+    layer.comfy_force_cast_weights = True
+    got, run = call(layer, x)
+    assert run.ways == {"resident": 1} and run.reasons == {}
+    assert got.dtype == dtype and torch.equal(got, expected)
+    layer._v = object()
+    assert short_way._is_only_forced(layer, layer.weight)
+    layer.weight_function = [lambda weight: weight * 2]
+    assert not short_way._is_only_forced(layer, layer.weight)
 
 
 def test_a_weight_on_another_device_is_fetched_by_the_host(model):
