@@ -1,0 +1,92 @@
+"""Tables of what was measured on whole models: LoRAs, text encoders, loading. Reads what their programs wrote.
+
+    python tests/bench/whole_models.py results/h200_lora.json results/h200_text_encoder.json [...] [--write]
+
+--write puts them into README.md beside this file, between the lines of its section "models".
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from load_memory import COLUMNS
+from pages import replace_section, table
+
+
+def machine(content: dict) -> str:
+    """One line that says where a file was measured."""
+    m = content.get("machine") or {"gpu": content.get("device"), "torch": content.get("torch")}
+    parts = [m.get("gpu") or "CPU", f"torch {m['torch']}"]
+    parts += [
+        f"{name} {m[key]}" for key, name in (("triton", "Triton"), ("comfy_kitchen", "comfy_kitchen")) if key in m
+    ]
+    return ", ".join(parts + ([f"commit {content['commit']}"] if "commit" in content else []))
+
+
+def lora(content: dict) -> str:
+    """Steps of Ideogram 4 at 1024 px with LoRAs of rank 32 on all INT8 Linears."""
+    rows, base = content["table"], content["table"]["ours none"]["ms"]
+    body = [
+        [name, f"{row['ms']:.1f}", f"{row['ms'] / base:.3f}", f"{row['load_s']:.2f}", row["times"]]
+        for name, row in rows.items()
+    ]
+    missing = f" Cut off by the time limit: {', '.join(content['cut_off'])}." if content["cut_off"] else ""
+    title = (
+        f"LoRAs of rank {content['rank']} on all INT8 Linears, one forward of Ideogram 4 at 1024 px. Error of one layer's "
+        f"delta: {content['delta_error']:.1%} of its norm.{missing}"
+    )
+    return f"{title}\n\n" + table(["whose, LoRAs", "ms", "of ours without", "seconds to load", "samples"], body)
+
+
+def text_encoder(content: dict) -> str:
+    """Text encoders on one prompt."""
+    body = [
+        [
+            f"{row['encoder']}, {row['prompt']}", row["way"], f"{row['ms']:.1f}", f"{row['weights_gib']:.2f}",
+            row["expanded"], row["our_int8_calls"], f"{row['cosine_to_bf16']:.5f}", f"{row['worst_token']:.5f}",
+        ]
+        for row in content["rows"]
+    ]  # fmt: skip
+    columns = ["encoder", "way", "ms", "weights GiB", "weights expanded", "our INT8 calls", "cosine", "worst token"]
+    return "Text encoders of full size with random weights, cosine against bf16.\n\n" + table(columns, body, left=2)
+
+
+def load(content: dict) -> str:
+    """Loading a bf16 file plain and as INT8."""
+    ways = content["ways"]
+    columns = [(title, key, unit) for title, key, unit in COLUMNS if key in ways[0]]
+    body = [
+        [f"{row['way']}, {len(row['runs'])}", *(f"{row[key] / unit:.2f}" for _, key, unit in columns)] for row in ways
+    ]
+    title = (
+        f"Loading a bf16 file of {content['file_bytes'] / 1e9:.2f} GB whose largest layer has "
+        f"{content['largest_layer_bytes'] / 2**20:.0f} MiB, from the page cache. "
+        "The first load of a process compiles kernels and is left out where there are more."
+    )
+    return f"{title}\n\n" + table(["way, loads", *(title for title, _, _ in columns)], body)
+
+
+KINDS = {"rank": lora, "rows": text_encoder, "largest_layer_bytes": load}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    parts = []
+    for path in arguments.files:
+        content = json.loads(Path(path).read_text())
+        kind = next((make for key, make in KINDS.items() if key in content), None)
+        if kind is None:
+            raise SystemExit(f"whole_models.py: {path} is no result of lora.py, text_encoder.py or load_memory.py.")
+        parts.append(f"{kind(content)}\n\n({machine(content)})")
+    text = "\n\n".join(parts)
+    if arguments.write:
+        replace_section(Path(__file__).with_name("README.md"), "models", text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
