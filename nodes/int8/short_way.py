@@ -121,18 +121,15 @@ def current_run() -> Run | None:
     return None if _is_compiling() else getattr(_thread, "run", None)
 
 
-def rows_kind(module: torch.nn.Module, input: torch.Tensor) -> tuple | None:
-    """The kind of rows that an INT8 Linear wants for `input` (see PreparedLinear.rows_kind); None when it has no seat."""
-    weight = module._parameters.get("weight")
-    if not is_seated(module) or getattr(weight, "_layout_cls", None) != LAYOUT:
+def rows_kind(module: torch.nn.Module, device: torch.device) -> tuple | None:
+    """The kind of rows that an INT8 Linear wants on `device` (see PreparedLinear.rows_kind); None without its seats."""
+    weight, attributes = module._parameters.get("weight"), module.__dict__
+    seats = (attributes.get(UPPER), attributes.get(LOWER))
+    if getattr(weight, "_layout_cls", None) != LAYOUT or any(getattr(s, "__module__", "") != __name__ for s in seats):
         return None
-    upper = module.__dict__.get(UPPER)
-    if upper is not None and getattr(upper, "__module__", None) != __name__:
-        return None
-    n, k = weight._qdata.shape
-    group = _rotation_group(weight._params)
-    facts = LinearFacts(k, n, group)
-    return input.device, choose_for(detect(input.device), facts).implementation, k, group, None
+    columns, group = weight._qdata.shape[1], _rotation_group(weight._params)
+    implementation = choose_for(detect(device), LinearFacts(columns, module.out_features, group)).implementation
+    return device, implementation, columns, group, None
 
 
 def _seats(diffusion_model: torch.nn.Module) -> _Seats:

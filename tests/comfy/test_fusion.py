@@ -8,7 +8,7 @@ import torch
 from native_int8.kernels import LowRank
 from native_int8.nodes.int8 import host_backend, patcher, short_way, speeds
 from native_int8.nodes.int8.fusion import guards, registry
-from packtest.host_parts import fill
+from packtest.host_parts import fill, turns
 from packtest.short_runs import half_scale, instance_attributes
 
 pytestmark = pytest.mark.comfy
@@ -60,6 +60,51 @@ def call(model, *arguments, fused=True):
     ):
         y = model(*arguments)
     return y, runs[0]
+
+
+class Blocks(torch.nn.Module):
+    """Blocks of Z-Image in a row, the first one of the text refiner."""
+
+    def __init__(self, operations, z_image):
+        super().__init__()
+        settings = {"operations": operations, "device": None, "dtype": torch.bfloat16}
+        sizes = (DIM, 4, 4, 64, 1.0, 1e-5, True)
+        self.layers = torch.nn.ModuleList(
+            joint_block()(i, *sizes, i > 0, z_image, operation_settings=settings) for i in range(3)
+        )
+
+    def forward(self, x, mask, turns, adaln_input, index=None):
+        x = self.layers[0](x, mask, turns)
+        for layer in self.layers[1:]:
+            x = layer(x, mask, turns, adaln_input, index)
+        return x
+
+
+def joint_block():
+    from comfy.ldm.lumina.model import JointTransformerBlock
+
+    return JointTransformerBlock
+
+
+@pytest.mark.parametrize("z_image", [True, False])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("group", [0, 64])
+def test_blocks_of_z_image_equal_the_unfused(comfy, batch, group, z_image):
+    host_backend.register()
+    blocks = Blocks(comfy.ops.mixed_precision_ops({}, torch.bfloat16), z_image)
+    fill(blocks, group, {})
+    g = torch.Generator().manual_seed(2)
+    x = torch.randn((batch, 12, DIM), generator=g).bfloat16()
+    conditions = torch.randn((batch, DIM), generator=g).bfloat16()
+    arguments = (x, None, turns(12).transpose(1, 2), conditions)
+    expected, _ = call(blocks, *arguments, fused=False)
+    got, run = call(blocks, *arguments)
+    assert run.fused == {"Z-Image / Lumina 2": 2}
+    assert run.unfused == {"a block of the text refiner has no modulation": 1}
+    assert torch.equal(got, expected)
+    if batch == 2:
+        _, run = call(blocks, *arguments, [(0, 3)])
+        assert run.unfused["some tokens have another modulation than others"] == 2
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -246,7 +291,7 @@ def test_a_replaced_method_of_the_class_is_seen(model, monkeypatch):
 def test_source_that_is_not_known_runs_unfused(model, monkeypatch):
     from native_int8.nodes.int8.fusion import ideogram4
 
-    monkeypatch.setattr(ideogram4, "KNOWN_BLOCK", {"forward": frozenset()})
+    monkeypatch.setattr(ideogram4.Block, "known", {"forward": frozenset()})
     _, run = call(model, *inputs())
     assert not run.fused
     assert "of this ComfyUI is another than the known ones" in next(iter(run.unfused))

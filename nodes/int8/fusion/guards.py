@@ -7,11 +7,14 @@ other packs attach to them.
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import inspect
 import io
+import textwrap
 import tokenize
+import types
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -39,11 +42,11 @@ def fingerprint(function) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def why_unknown(module_class: type, known: dict[str, frozenset[str]]) -> str | None:
-    """None when the source of each method of `module_class` is one of the fingerprints known for it."""
+def why_unknown(owner: type | types.ModuleType, known: dict[str, frozenset[str]]) -> str | None:
+    """None when the source of each function of a class or Python module is one of the fingerprints known for it."""
     for name, fingerprints in known.items():
-        function = getattr(module_class, name, None)
-        where = f"{module_class.__qualname__}.{name}"
+        function = getattr(owner, name, None)
+        where = _where(owner, name)
         if not getattr(function, "__module__", "").startswith("comfy."):
             return f"another pack replaced {where}"
         try:
@@ -55,13 +58,47 @@ def why_unknown(module_class: type, known: dict[str, frozenset[str]]) -> str | N
     return None
 
 
+def _where(owner: type | types.ModuleType, name: str) -> str:
+    return f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
+
+
+@functools.cache
+def why_reads_more(module_class: type, method: str, argument: str, child: str) -> str | None:
+    """None when the source shows that `method` reads `argument` as `argument.shape` and `self.child(argument)` only.
+
+    Then it may be called with a stand-in of the same shape, once `child` knows what the stand-in stands for.
+    """
+    function = getattr(module_class, method, None)
+    where = f"{module_class.__qualname__}.{method}"
+    if not getattr(function, "__module__", "").startswith("comfy."):
+        return f"another pack replaced {where}"
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError) as error:
+        return f"the source of {where} cannot be read ({type(error).__name__})"
+    allowed = 0
+    for node in ast.walk(tree):
+        if type(node) is ast.Attribute and _is_name(node.value, argument) and node.attr == "shape":
+            allowed += 1
+        if type(node) is ast.Call and len(node.args) == 1 and not node.keywords and _is_name(node.args[0], argument):
+            called = node.func
+            allowed += type(called) is ast.Attribute and called.attr == child and _is_name(called.value, "self")
+    if allowed != sum(_is_name(node, argument) for node in ast.walk(tree)):
+        return f"{where} reads {argument} in another place than {child}"
+    return None
+
+
+def _is_name(node, name: str) -> bool:
+    return type(node) is ast.Name and node.id == name
+
+
 class Watched:
     """The modules and methods that a fused block passes over, as they were when they were checked.
 
     Args:
         parents: modules whose children must stay the same.
         modules: modules whose own forward the fused block does not call, or calls with a stand-in.
-        methods: (class, name) of host methods that must not be replaced.
+        methods: (class or Python module, name) of host functions that must not be replaced.
     """
 
     __slots__ = ("_attributes", "_children", "_methods", "_parents")
@@ -83,7 +120,7 @@ class Watched:
                 return "a module of the block has hooks"
         for kind, name, function in self._methods:
             if getattr(kind, name, None) is not function:
-                return f"another pack replaced {kind.__qualname__}.{name}"
+                return f"another pack replaced {_where(kind, name)}"
         if any(_GLOBAL_HOOKS):
             return "hooks are set on all modules"
         return None
