@@ -16,7 +16,7 @@ demo:
 	@$(ENV) "$$PYTHON" tests/demo/run.py $(DEMO)
 
 test:
-	@$(ENV) export NATIVE_INT8_TRITONS=$$(bash .ci/tritons) && $(PYTEST) -ra $(TEST)
+	@$(ENV) export NATIVE_INT8_TRITONS=$$(bash .ci/tritons) NATIVE_INT8_REAL_DATA=$$(bash .ci/real_data) && $(PYTEST) -ra $(TEST)
 
 style:
 	@$(ENV) "$$PYTHON" -m ruff check . && "$$PYTHON" -m ruff format --check .
