@@ -21,7 +21,7 @@ from ...kernels.dispatch import Int8Error
 from . import lora_branch, lora_patcher, own_wrappers, short_way, tuned_tiles
 from .call_record import CallRecord
 from .fusion import registry as fusion
-from .speeds import FUSED, OFF, SPEEDS
+from .speeds import FUSED, LINEAR_ONLY, OFF, SPEEDS
 
 NAME = "native_int8"
 
@@ -142,6 +142,14 @@ def set_speed(model, speed: str) -> None:
     if _wrapper_of(model).speed != speed:
         model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, NAME)
         model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, NAME, _UseNativeInt8(speed))
+
+
+def speed_of(model) -> str:
+    """How much of `model` runs on our kernels, one of SPEEDS; a text encoder has no blocks to fuse."""
+    wrapper = _wrapper_of(model)
+    if wrapper is None:
+        return OFF
+    return wrapper.speed if hasattr(model.model, "diffusion_model") else LINEAR_ONLY
 
 
 def detach(model) -> None:

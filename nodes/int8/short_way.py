@@ -123,9 +123,16 @@ def current_run() -> Run | None:
 
 def rows_kind(module: torch.nn.Module, device: torch.device) -> tuple | None:
     """The kind of rows that an INT8 Linear wants on `device` (see PreparedLinear.rows_kind); None without its seats."""
-    weight, attributes = module._parameters.get("weight"), module.__dict__
-    seats = (attributes.get(UPPER), attributes.get(LOWER))
-    if getattr(weight, "_layout_cls", None) != LAYOUT or any(getattr(s, "__module__", "") != __name__ for s in seats):
+    attributes = module.__dict__
+    if any(getattr(attributes.get(name), "__module__", "") != __name__ for name in (UPPER, LOWER)):
+        return None
+    return static_kind(module, device)
+
+
+def static_kind(module: torch.nn.Module, device: torch.device) -> tuple | None:
+    """`rows_kind` of a Linear that need not have seats; None when it is not INT8."""
+    weight = module._parameters.get("weight")
+    if getattr(weight, "_layout_cls", None) != LAYOUT:
         return None
     columns, group = weight._qdata.shape[1], _rotation_group(weight._params)
     implementation = choose_for(detect(device), LinearFacts(columns, module.out_features, group)).implementation

@@ -337,6 +337,7 @@ def test_speed_is_a_matter_of_one_model(float_model, sample):
     host_backend.set_speed(linear, speeds.LINEAR_ONLY)
     host_backend.set_speed(off, speeds.OFF)
     assert not host_backend.is_attached(off)
+    assert [host_backend.speed_of(model) for model in (patched, linear, off)] == list(speeds.SPEEDS)
     outputs = [sample(model, steps=1) for model in (patched, linear)]
     assert torch.equal(*outputs)
     fused, alone = (host_backend.record_of(model).blocks_fused() for model in (patched, linear))
@@ -348,3 +349,20 @@ def test_speed_is_a_matter_of_one_model(float_model, sample):
     assert host_backend.is_attached(off)
     with pytest.raises(ValueError, match="Needed: one of"):
         host_backend.set_speed(linear, "faster")
+
+
+def test_kernels_are_compiled_once_for_equal_blocks(model, monkeypatch):
+    from native_int8.nodes.int8.fusion import sandwich
+
+    calls = []
+    monkeypatch.setattr(sandwich, "residual_norm", lambda *args, **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(sandwich, "quantize_swiglu", lambda *args, **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(registry, "_compiled", set())
+    device = torch.device("cpu")
+    # in these tests the kernels run in plain PyTorch, where there is nothing to compile
+    assert registry.compile_kernels(model, device, torch.bfloat16) == 0
+    kind = registry._seats(model).blocks[0].kernels(device)
+    as_on_a_gpu = (kind[0], *((k[0], "triton", *k[2:]) for k in kind[1:]))
+    monkeypatch.setattr(sandwich.SandwichBlock, "kernels", lambda block, device: as_on_a_gpu)
+    assert [registry.compile_kernels(model, device, torch.bfloat16) for _ in range(2)] == [4, 0]
+    assert len(calls) == 4

@@ -54,10 +54,7 @@ def inside(diffusion_model: torch.nn.Module):
     if run is None:
         yield
         return
-    diffusion_model = getattr(diffusion_model, "_orig_mod", diffusion_model)
-    seats = _seats_of.get(diffusion_model)
-    if seats is None:
-        seats = _seats_of[diffusion_model] = _Seats(diffusion_model)
+    seats = _seats(diffusion_model)
     seats.enter(run)
     try:
         yield
@@ -65,11 +62,37 @@ def inside(diffusion_model: torch.nn.Module):
         seats.leave()
 
 
+def compile_kernels(diffusion_model: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> int:
+    """Compile what the fused blocks of `diffusion_model` need on `device` beside its Linears; returns how many kernels."""
+    if not (is_enabled() and short_way.is_enabled()):
+        return 0
+    needed = {}
+    for block in _seats(diffusion_model).blocks:
+        kernels = block.kernels(device)
+        if kernels is not None and (kernels, dtype) not in _compiled:
+            needed[kernels, dtype] = block
+    _compiled.update(needed)
+    return sum(block.warm_up(*key) for key, block in needed.items())
+
+
+_compiled: set[tuple] = set()
+
+
+def _seats(diffusion_model: torch.nn.Module) -> _Seats:
+    # a compiled model has the real one inside
+    diffusion_model = getattr(diffusion_model, "_orig_mod", diffusion_model)
+    seats = _seats_of.get(diffusion_model)
+    if seats is None:
+        seats = _seats_of[diffusion_model] = _Seats(diffusion_model)
+    return seats
+
+
 class _Seats:
     """The seats of one model's blocks; there while at least one thread runs the model."""
 
     def __init__(self, diffusion_model: torch.nn.Module):
         self.seats: list[tuple[dict, str, object]] = []
+        self.blocks: list = []
         self.unknown: dict[str, int] = {}
         self.users = 0
         for module in diffusion_model.modules():
@@ -79,6 +102,7 @@ class _Seats:
                 if isinstance(block, str):
                     self.unknown[block] = self.unknown.get(block, 0) + 1
                 else:
+                    self.blocks.append(block)
                     self.seats.append((module.__dict__, FORWARD, _block_seat(module, block)))
             elif name in MODELS:
                 method, make = MODELS[name]

@@ -90,6 +90,35 @@ class SandwichBlock:
             return "one of qkv, w1, w2 and w3 is not INT8"
         return cls(module)
 
+    def kernels(self, device: torch.device) -> tuple | None:
+        """What decides which machine code the block needs on `device`: equal for equal blocks; None without its weights."""
+        attention, feed_forward = self._module.attention, self._module.feed_forward
+        kinds = [
+            short_way.static_kind(linear, device)
+            for linear in (attention.qkv, feed_forward.w1, feed_forward.w3, feed_forward.w2)
+        ]
+        return None if None in kinds else (type(self), *kinds)
+
+    def warm_up(self, kinds: tuple, dtype: torch.dtype) -> int:
+        """Compile, and launch once, the kernels of `kernels`; returns how many."""
+        device, implementation, width = kinds[1][:3]
+        if implementation != "triton":
+            return 0
+
+        def zeros(*shape):
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        x, modulation, weight = zeros(1, 2, width), zeros(1, 4, width), zeros(width)
+        gate = torch.tanh(modulation[:, 1::2])[:, 0]
+        halves = [Norm(weight, norm.eps, modulation[:, 0]) for norm in self._norms]
+        ends = [Branch(x, weight, norm.eps, gate) for norm in self._norms]
+        residual_norm(x, None, halves[0], **_static(kinds[1]))
+        residual_norm(x, ends[1], halves[2], **_static(kinds[2]))
+        residual_norm(x, ends[3], implementation=implementation)
+        hidden = zeros(2, kinds[4][2])
+        quantize_swiglu(hidden, hidden, **_static(kinds[4]))
+        return 4
+
     def _fused(self, run, x, adaln_input, attend) -> torch.Tensor | str:
         """The block's output, or one sentence that says why it must run unfused; nothing was changed then.
 
