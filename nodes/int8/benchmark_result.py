@@ -196,8 +196,8 @@ def _size_lines(result: SizeResult, kind: str) -> list[str]:
     ways = "/".join(sorted({time.implementation for time, _ in result.shapes}))
     fp8 = "" if result.fp8_ms is None else f", fp8 {result.fp8_ms:.2f}"
     lines.append(
-        f"all these Linears of a step, ms: {kind} {result.float_ms:.2f}, INT8 ({ways}) {result.int8_ms:.2f}{fp8}; every INT8 "
-        "Linear quantises its input here, where in a step those that read one tensor share that"
+        f"all these Linears of a step, ms: {kind} {result.float_ms:.2f}, INT8 ({ways}) {result.int8_ms:.2f}{fp8}; each INT8 "
+        "Linear quantises its input here, where in a step those that read one tensor share that, and fused blocks save more"
     )
     found = result.amdahl()
     if found is None:

@@ -4,7 +4,8 @@ The host's sampling does everything around it: loading, conditioning, wrappers, 
 steps is ours, so that the same point can be put to two MODELs, and a forward can be watched and timed.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -96,15 +97,9 @@ def made_up_conditioning(model, text_tokens: int) -> list:
     Raises:
         NoInputs: they do not tell it.
     """
-    import inspect
-
     base = model.model
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(type(base.diffusion_model).__init__).parameters.items()
-    }
-    settings = {**defaults, **base.model_config.unet_config}
-    width = next((settings[name] for name in _TEXT_WIDTHS if isinstance(settings.get(name), int)), None)
+    settings = _settings(type(base.diffusion_model), base.model_config.unet_config)
+    width = text_width(settings)
     if width is None:
         raise NoInputs(
             f"{type(base).__name__} does not tell how wide its text states are, so no input can be made up for it. "
@@ -114,3 +109,17 @@ def made_up_conditioning(model, text_tokens: int) -> list:
     states = torch.randn((1, max(text_tokens, 1), width), generator=generator)
     pooled = settings.get("vec_in_dim")
     return [[states, {"pooled_output": torch.zeros((1, pooled))} if isinstance(pooled, int) else {}]]
+
+
+def text_width(settings: Mapping[str, object]) -> int | None:
+    """Numbers in a text state of a model with these settings; None when they do not tell."""
+    layers, each = settings.get("txtlayers"), settings.get("txtdim")
+    if isinstance(layers, int) and isinstance(each, int):
+        return layers * each
+    return next((width for name in _TEXT_WIDTHS if isinstance(width := settings.get(name), int)), None)
+
+
+def _settings(kind: type, detected: Mapping[str, object]) -> dict[str, object]:
+    """What the host detected, over the defaults of the model's class."""
+    parameters = inspect.signature(kind.__init__).parameters
+    return {name: parameter.default for name, parameter in parameters.items()} | dict(detected)

@@ -1,5 +1,7 @@
 """The benchmark on the emoji model: what it counts, that it says what it could not do, and that the MODEL stays."""
 
+import importlib
+
 import pytest
 import torch
 from native_int8.nodes.int8 import benchmark, trajectory
@@ -67,6 +69,39 @@ def test_a_conditioning_is_used(int8_model):
     (size,) = measure(int8_model, conditioning=[[states, {}]]).sizes
     assert size.rows_from == "seen in a forward of this MODEL"
     assert max(time.shape.m for time, _ in size.shapes) == IMAGE + states.shape[1] > IMAGE + TEXT
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "detected", "width"),
+    [
+        ("ldm.qwen_image.model", "QwenImageTransformer2DModel", {}, 3584),
+        ("ldm.wan.model", "WanModel", {}, 4096),
+        ("ldm.ideogram4.model", "Ideogram4Transformer2DModel", {}, 53248),
+        ("ldm.krea2.model", "SingleStreamDiT", {}, 12 * 2560),
+        ("ldm.lumina.model", "NextDiT", {"cap_feat_dim": 2560}, 2560),
+        ("ldm.flux.model", "Flux", {"context_in_dim": 7680}, 7680),
+        ("ldm.aura.mmdit", "MMDiT", {}, None),
+    ],
+)
+def test_the_width_of_text_states_is_found_in_the_hosts_classes(comfy, module, name, detected, width):
+    kind = getattr(importlib.import_module(f"comfy.{module}"), name)
+    assert trajectory.text_width(trajectory._settings(kind, detected)) == width
+
+
+def test_frames_of_a_video_count(comfy):
+    model = importlib.import_module("comfy.ldm.wan.model").WanModel(
+        dim=256, ffn_dim=768, num_heads=2, num_layers=2, operations=comfy.ops.disable_weight_init
+    )
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        key: torch.randn(value.shape, generator=generator).mul(0.02).bfloat16()
+        for key, value in model.state_dict().items()
+    }
+    video = comfy.sd.load_diffusion_model_state_dict(state)
+    (size,) = measure(video, [(64, 48, 9)]).sizes
+    # 8 x 6 latent pixels in patches of 2 x 2, 1 + 8 / 4 frames
+    assert size.size == "64x48x9" and size.step_ms > 0
+    assert {time.shape.m for time, _ in size.shapes} == {4 * 3 * 3, 16}
 
 
 def test_a_conditioning_that_does_not_fit_is_no_silent_estimate(int8_model):
