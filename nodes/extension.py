@@ -11,6 +11,7 @@ class NativeInt8Extension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Return the node classes; they are imported here so that loading the pack stays cheap."""
         try:
+            from .int8_audit import INT8Audit
             from .int8_benchmark import INT8Benchmark
             from .int8_capability_check import INT8CapabilityCheck
             from .int8_patch_model import INT8PatchModel
@@ -29,6 +30,7 @@ class NativeInt8Extension(ComfyExtension):
             INT8PatchModel,
             INT8SaveModel,
             INT8CapabilityCheck,
+            INT8Audit,
             INT8Benchmark,
             INT8QualityReport,
             INT8TuneKernels,

@@ -17,6 +17,7 @@ OURS = (
     "LoadTextEncoderNativeINT8",
     "INT8PatchModel",
     "INT8CapabilityCheck",
+    "INT8Audit",
     "INT8Benchmark",
     "INT8QualityReport",
     "INT8TuneKernels",
@@ -240,7 +241,8 @@ def test_quality_and_speed_shows_plots_and_numbers(pack_server, schemas):
     shown = {
         kind: [n for n, node in prompt.items() if node["class_type"] == kind] for kind in ("PreviewAny", "PreviewImage")
     }
-    report, protect, table = (result.text(node) for node in shown["PreviewAny"])
+    report, protect, table, audit = (result.text(node) for node in shown["PreviewAny"])
+    assert "28 of 28 INT8 layers multiply in INT8" in audit and "single_blocks.3.linear2, native_int8" in audit
     assert "28 INT8 layers: worst" in report and "PSNR" in report and "single_blocks.3.linear2" in report
     assert len(protect.split(", ")) == 28
     assert "128x128; rows seen in a forward" in table and "Amdahl: these Linears take" in table
