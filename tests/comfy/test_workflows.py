@@ -23,7 +23,10 @@ OURS = (
     "INT8TuneKernels",
     "INT8SaveModel",
 )
-WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+# a choice that may bring further widgets; the ones used here bring none
+DYNAMIC = "COMFY_DYNAMICCOMBO_V3"
+WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", DYNAMIC}
+MODELS = ("Ideogram 4", "Z-Image Turbo", "Flux.2 Klein", "Qwen-Image", "Wan 2.2", "Krea 2")
 CONTROL_VALUES = {"fixed", "increment", "decrement", "randomize"}
 
 pytestmark = pytest.mark.comfy
@@ -82,10 +85,27 @@ def to_prompt(workflow: dict, schemas: dict) -> dict:
     return prompt
 
 
-def test_there_are_workflows_and_each_of_our_nodes_is_in_one():
-    assert len(WORKFLOWS) >= 4
+def test_there_are_workflows_and_each_of_our_nodes_is_in_one(schemas):
+    ours = {name for name, schema in schemas.items() if schema["python_module"] == "custom_nodes.native-int8-dit"}
+    assert ours == set(OURS)
     used = {node["type"] for name in WORKFLOWS for node in load(name)["nodes"]}
-    assert used.issuperset(OURS)
+    assert used.issuperset(ours)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_model_has_a_workflow_that_says_what_to_download_and_how_fast_it_is(model):
+    (name,) = (name for name in WORKFLOWS if name.startswith(model))
+    workflow = load(name)
+    (note,) = (node["widgets_values"][0] for node in workflow["nodes"] if node["type"] == "MarkdownNote")
+    for node in workflow["nodes"]:
+        for file in node["properties"].get("models", []):
+            # under the name of its folder, with its link
+            line = next(line for line in note.splitlines() if line.startswith(f"- {file['directory']}: "))
+            assert file["url"] in line
+    assert "**Load DiT (Native INT8)**" in note and "**Speed**: " in note
+    speed = note[note.index("**Speed**: ") :]
+    # a figure without its card would be read as the reader's own
+    assert "H200" in speed and "bf16" in speed and "not" in speed
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
@@ -119,6 +139,9 @@ def check_value(node, widget, value, kind, options):
     elif kind in ("INT", "FLOAT"):
         assert isinstance(value, int | float) and not isinstance(value, bool), where
         assert options.get("min", value) <= value <= options.get("max", value), where
+    elif kind == DYNAMIC:
+        inputs = {choice["key"]: choice["inputs"] for choice in options["options"]}
+        assert not any(inputs[value].values()), where
     elif not str(value).endswith(".safetensors"):
         assert value in options["options"], where
 
