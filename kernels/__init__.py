@@ -5,6 +5,7 @@ quantize_rows        | float rows -> int8 codes and one scale per row        | q
 quantize_rms_norm    | the same with an RMSNorm in front, in one pass        | quantize_rms_norm_triton.py  | quantize_rms_norm.py
 residual_norm        | x + gate * norm(y); norm, modulate and quantise that  | residual_norm_triton.py      | residual_norm.py
 quantize_swiglu      | silu(gate) * up of two tensors, then as quantize_rows | quantize_swiglu_triton.py    | quantize_swiglu.py
+rms_rope             | RMSNorm and rotary embedding of the heads of q and k  | rms_rope_triton.py           | rms_rope.py
 rotate               | grouped Hadamard rotation of the columns (ConvRot)    | rotate_triton.py             | rotate.py
 int8_matmul          | int8 x int8 -> int32, scales and bias in the epilogue | int8_matmul_triton.py, _tma_, _split_k_ | int8_matmul.py
 int8_linear          | act? + rotate? + quantise + matmul: one Linear        | (the kernels above)          | int8_linear.py
@@ -42,6 +43,7 @@ from .quantize_rms_norm import quantize_rms_norm
 from .quantize_rows import quantize_rows
 from .quantize_swiglu import quantize_swiglu
 from .residual_norm import Branch, Norm, residual_norm
+from .rms_rope import rms_rope
 from .rotate import rotate
 
 __all__ = [
@@ -68,5 +70,6 @@ __all__ = [
     "quantize_rows",
     "quantize_swiglu",
     "residual_norm",
+    "rms_rope",
     "rotate",
 ]

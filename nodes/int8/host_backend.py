@@ -21,6 +21,7 @@ from ...kernels.dispatch import Int8Error
 from . import lora_branch, lora_patcher, own_wrappers, short_way, tuned_tiles
 from .call_record import CallRecord
 from .fusion import registry as fusion
+from .fusion import rope
 from .speeds import FUSED, LINEAR_ONLY, OFF, SPEEDS
 
 NAME = "native_int8"
@@ -96,12 +97,14 @@ def register() -> None:
     with _lock:
         if NAME in registry.list_backends():
             return
+        rules = {function: _rule(function) for function in _EXTRA_KEYS}
+        rules |= {function: _rope_rule(function) for function in rope.FUNCTIONS}
         registry.register(
             NAME,
             _Functions,
             {
-                function: FunctionConstraints(default_devices=frozenset({"*"}), call_rules=(_rule(function),))
-                for function in _EXTRA_KEYS
+                function: FunctionConstraints(default_devices=frozenset({"*"}), call_rules=(rule,))
+                for function, rule in rules.items()
             },
         )
 
@@ -182,6 +185,8 @@ def _wrapper_of(model) -> _UseNativeInt8 | None:
 
 class _Functions:
     """What the registry calls, by the host's function names and with the host's keyword arguments."""
+
+    rms_rope, rms_rope_split_half = staticmethod(rope.rms_rope), staticmethod(rope.rms_rope_split_half)
 
     @staticmethod
     def int8_linear(
@@ -275,6 +280,16 @@ def _rule(function: str):
         if record is not None:
             record.add_declined(reason)
         return ValidationResult.fail(function, reason)
+
+    return rule
+
+
+def _rope_rule(function: str):
+    def rule(kwargs: Mapping[str, Any]):
+        from comfy_kitchen.constraints import ValidationResult
+
+        reason = rope.refusal(function, kwargs)
+        return ValidationResult.ok() if reason is None else ValidationResult.fail(function, reason)
 
     return rule
 

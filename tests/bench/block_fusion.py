@@ -3,7 +3,7 @@
     COMFYUI_PATH=... python tests/bench/block_fusion.py [--json FILE] [--limit SECONDS]
 
 "bf16" is the float MODEL, "host" its INT8 twin on comfy_kitchen's kernels, "linear" the twin with our Linears only, "fused"
-with our blocks. 256 text tokens, batch 1, a mask that hides nothing given. "no mask" is "linear" called without the mask:
+with our blocks, "own rope" the same with our norm and rope of q and k in place of comfy_kitchen's. 256 text tokens, batch 1, a mask that hides nothing given. "no mask" is "linear" called without the mask:
 what "fused", which drops it, must equal. First the kernels are compared with PyTorch's own operations, bit for bit.
 Contestants are interleaved; medians of 10 rounds after warm-up. Results are printed and written as they come; what the
 time limit cuts off is named.
@@ -74,6 +74,49 @@ def kernels_alone(results: Results) -> None:
     results.note(f"share of values that differ from PyTorch's: {differs}", differs=differs)
 
 
+def rope_alone(results: Results) -> None:
+    """Norm and rope of q and k: ours, the host's choice, and the host's plain PyTorch; and how many values differ."""
+    import comfy_kitchen
+    from comfy_kitchen.backends.eager import rope as eager
+    from native_int8.kernels import rms_rope
+
+    qkv = torch.randn((1, M, 3, 18, 256), device="cuda", dtype=torch.bfloat16)
+    q, k, _ = qkv.unbind(2)
+    angle = torch.rand((1, M, 1, 128), device="cuda") * 6
+    freqs = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).unflatten(-1, (2, 2))
+    weights = [1 + 0.2 * torch.randn(256, device="cuda", dtype=torch.bfloat16) for _ in "qk"]
+    calls = {
+        "ours": lambda: rms_rope(q, k, freqs[:, :, 0], *weights, 1e-5, split_half=True),
+        "host": lambda: comfy_kitchen.rms_rope_split_half(q, k, freqs, *weights, 1e-5),
+        "eager": lambda: eager.rms_rope_split_half(q, k, freqs, *weights, 1e-5),
+    }
+    outputs = {name: torch.stack(call()) for name, call in calls.items()}
+    differs = {
+        f"{a} / {b}": differing(outputs[a], outputs[b])
+        for a, b in (("ours", "eager"), ("host", "eager"), ("ours", "host"))
+    }
+    us = Timer().medians_us(calls, rounds=11)
+    row = ", ".join(f"{name} {value:.0f}" for name, value in us.items())
+    results.note(f"rope at {M} rows, us: {row}; share that differs: {differs}", rope_us=us, rope_differs=differs)
+
+
+def feed_forward_alone(results: Results) -> None:
+    """w1 and w3 with SiLU and quantising behind them: two matmuls and one pass, or one matmul and a quantisation."""
+    from native_int8.kernels import PreparedLinear, int8_linear_swiglu, quantize_rows, quantize_swiglu
+
+    x = torch.randn((M, DIM), device="cuda", dtype=torch.bfloat16)
+    weights = [quantize_rows(torch.randn((HIDDEN, DIM), device="cuda")) for _ in range(2)]
+    first, second = (PreparedLinear(*weight) for weight in weights)
+
+    def two():
+        gate, rows = first.with_rows(x, *weights[0])
+        return quantize_swiglu(gate, second.with_rows(x, *weights[1], None, rows)[0])
+
+    calls = {"two": two, "epilogue": lambda: quantize_rows(int8_linear_swiglu(x, *weights[0], *weights[1]))}
+    us = Timer().medians_us(calls, rounds=11)
+    results.note(f"w1, w3 and SiLU at {M} rows, us: two {us['two']:.0f}, epilogue {us['epilogue']:.0f}", swiglu_us=us)
+
+
 def class_of(kernel: str) -> str:
     name = kernel.lower()
     return next((kind for kind, parts in CLASSES.items() if any(part in name for part in parts)), "elementwise")
@@ -117,8 +160,8 @@ def steps(comfy, results: Results, contestants: dict, pixels: int, rounds: int) 
     inputs = {name: inputs_for(pixels) for name in contestants}
     if "no mask" in inputs:
         inputs["no mask"].pop("attention_mask")
-    outputs = {name: forward(comfy, model, inputs[name]).float().flatten() for name, model in contestants.items()}
-    pairs = [("fused", "no mask"), ("fused", "linear"), ("linear", "no mask")]
+    outputs = {name: run(comfy, model, inputs[name]).float().flatten() for name, model in contestants.items()}
+    pairs = [("fused", "no mask"), ("fused", "linear"), ("linear", "no mask"), ("own rope", "fused")]
     pairs += [(name, "bf16") for name in ("host", "linear", "no mask", "fused")]
     cosine = {
         f"{a} / {b}": float(torch.nn.functional.cosine_similarity(outputs[a], outputs[b], dim=0)) for a, b in pairs
@@ -133,11 +176,32 @@ def steps(comfy, results: Results, contestants: dict, pixels: int, rounds: int) 
             results.data["cut_off"].append(f"{pixels} px after {done} rounds")
             break
         for name, model in contestants.items():
-            times[name].append(event_ms(lambda m=model, i=inputs[name]: forward(comfy, m, i)))
+            times[name].append(event_ms(lambda m=model, i=inputs[name]: run(comfy, m, i)))
     ms = {name: median(values[2:]) for name, values in times.items()}
     results.data.setdefault("forward_ms", {})[pixels] = ms
     ratios = ", ".join(f"{name}/fused {ms[name] / ms['fused']:.3f}" for name in ms if name != "fused")
     results.note(f"{pixels} px ms: " + ", ".join(f"{k} {v:.1f}" for k, v in ms.items()) + f"; {ratios}")
+
+
+class OwnRope:
+    """A MODEL that runs fused with our rope, as on a CUDA for which comfy_kitchen has no kernel."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def run(self, comfy, inputs):
+        from native_int8.nodes.int8.fusion import rope
+
+        host, rope._host_kernel = rope._host_kernel, lambda: None
+        try:
+            return forward(comfy, self.model, inputs)
+        finally:
+            rope._host_kernel = host
+
+
+def run(comfy, contestant, inputs):
+    """The output of a MODEL or an OwnRope."""
+    return contestant.run(comfy, inputs) if isinstance(contestant, OwnRope) else forward(comfy, contestant, inputs)
 
 
 @torch.inference_mode()
@@ -152,7 +216,8 @@ def main() -> None:
     load_kernels()
     from native_int8.nodes.int8 import host_backend, patcher, speeds
 
-    kernels_alone(results)
+    for part in (kernels_alone, rope_alone, feed_forward_alone):
+        part(results)
     state = random_state(comfy)
     base = comfy.sd.load_diffusion_model_state_dict(dict(state), disable_dynamic=True)
     del state
@@ -163,6 +228,7 @@ def main() -> None:
     comfy.model_management.load_models_gpu([base, fused], force_full_load=True)
     results.note(f"{report.summary()}; {results.left():.0f} s left")
     contestants = {"bf16": base, "host": host, "linear": linear, "no mask": linear, "fused": fused}
+    contestants["own rope"] = OwnRope(fused)
     for pixels in (1024, 768):
         if results.left() < 15:
             results.data["cut_off"].append(f"{pixels} px")

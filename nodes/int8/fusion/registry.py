@@ -23,7 +23,7 @@ import torch
 
 from ....kernels.dispatch import Int8Error
 from .. import short_way
-from . import ideogram4, lumina
+from . import ideogram4, lumina, rope
 
 SWITCH = "NATIVE_INT8_FUSION"
 FORWARD = "forward"
@@ -57,7 +57,8 @@ def inside(diffusion_model: torch.nn.Module):
     seats = _seats(diffusion_model)
     seats.enter(run)
     try:
-        yield
+        with rope.inside() if seats.blocks else contextlib.nullcontext():
+            yield
     finally:
         seats.leave()
 

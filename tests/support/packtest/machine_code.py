@@ -288,6 +288,15 @@ def block_reports(kernels, sm: int):
             module._quantize_swiglu_kernel, types, constants, sm, module.row_warps(k, group), 3, options
         )
         yield report("quantize_swiglu", f"k{k} group{group}", sm, compiled)
+    module = kernels["rms_rope_triton"]
+    names = ("q_ptr", "k_ptr", "q_weight_ptr", "k_weight_ptr", "q_out_ptr", "k_out_ptr")
+    types = dict.fromkeys(names, "*bf16") | {"freqs_ptr": FP32, "eps": "fp32"}
+    numbers = ("length", "q_heads", "k_heads", "freqs_batch")
+    types |= dict.fromkeys((*numbers, *(f"stride_{x}{d}" for x in "qk" for d in "blh")), "i32")
+    for dim, split_half in ((256, True), (128, False)):
+        constants = {"SPLIT_HALF": split_half, "D": dim, "HALF": dim // 2, "HEADS": module.HEADS_PER_PROGRAM}
+        compiled = _compile(module._rms_rope_kernel, types, constants, sm, 1, 3, options)
+        yield report("rms_rope", f"d{dim} split_half{split_half}", sm, compiled)
 
 
 def all_reports(sms, forms):
@@ -307,6 +316,7 @@ def all_reports(sms, forms):
         "quantize_rows_triton",
         "quantize_swiglu_triton",
         "residual_norm_triton",
+        "rms_rope_triton",
         "tiles",
     )
     kernels = {name: importlib.import_module(f"{packtest.NAME}.kernels.{name}") for name in names}

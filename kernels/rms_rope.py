@@ -1,0 +1,91 @@
+"""rms_rope: RMSNorm of each head and rotary embedding of q and k, in one pass.
+
+    n = rms_norm(head);  out = (f00 * n0 + f01 * n1, f10 * n0 + f11 * n1) for each pair (n0, n1)
+
+Pairs are (i, i + D / 2) when `split_half`, else (2 i, 2 i + 1). The norm is rounded to the dtype of q, the rotation is
+fp32 and rounded once, as PyTorch's operations do one after the other; the sum of squares is added up in the order of
+PyTorch's CUDA kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .capability import detect
+from .dispatch import UnsupportedInput, choose
+from .launch import on_device
+
+# heads wider than this would not fit the kernel's one pass
+MAX_HEAD_DIM = 512
+
+
+def rms_rope_torch(
+    x: torch.Tensor, freqs: torch.Tensor, weight: torch.Tensor, eps: float, split_half: bool
+) -> torch.Tensor:
+    """x [B, L, H, D], freqs [B or 1, L, D / 2, 2, 2] fp32 -> [B, L, H, D] in the dtype of x, step by step."""
+    normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps).float()
+    pairs = normed.unflatten(-1, (2, -1)).transpose(-2, -1) if split_half else normed.unflatten(-1, (-1, 2))
+    out = freqs.unsqueeze(2)[..., 0] * pairs[..., :1] + freqs.unsqueeze(2)[..., 1] * pairs[..., 1:]
+    return (out.transpose(-2, -1) if split_half else out).reshape(x.shape).to(x.dtype)
+
+
+def rms_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    freqs: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    *,
+    split_half: bool,
+    implementation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm and rotate the heads of q and k.
+
+    Args:
+        q, k: [B, L, H, D] float16, bfloat16 or float32 of one dtype, D columns side by side, D a multiple of 4 and at
+            most 512; H of both may differ.
+        freqs: [B or 1, L, D / 2, 2, 2] float32, contiguous: the rotation matrix of each pair.
+        q_weight, k_weight: [D] of that dtype, contiguous.
+        eps: added to the mean of squares.
+        split_half: how values pair up.
+        implementation: "triton" or "torch", to ask for exactly that one.
+    Returns:
+        q and k, newly made, contiguous.
+    Raises:
+        UnsupportedInput: a shape or dtype that is not listed here.
+    """
+    batch, length, _, dim = q.shape if q.dim() == 4 else (0, 0, 0, 0)
+    fits = (
+        dim
+        and dim % 4 == 0
+        and dim <= MAX_HEAD_DIM
+        and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and k.dim() == 4
+        and (k.shape[0], k.shape[1], k.shape[3]) == (batch, length, dim)
+        and q.stride(3) == k.stride(3) == 1
+        and freqs.dtype == torch.float32
+        and freqs.is_contiguous()
+        and tuple(freqs.shape) in ((batch, length, dim // 2, 2, 2), (1, length, dim // 2, 2, 2))
+        and all(w.shape == (dim,) and w.is_contiguous() for w in (q_weight, k_weight))
+        and len({q.dtype, k.dtype, q_weight.dtype, k_weight.dtype}) == 1
+    )
+    if not fits:
+        raise UnsupportedInput(
+            f"rms_rope: q {q.dtype} {tuple(q.shape)}, k {k.dtype} {tuple(k.shape)}, freqs {freqs.dtype} "
+            f"{tuple(freqs.shape)}, weights {q_weight.dtype} {tuple(q_weight.shape)} and {k_weight.dtype} "
+            f"{tuple(k_weight.shape)}. Needed: heads [B, L, H, D] with D a multiple of 4 up to {MAX_HEAD_DIM}, float32 "
+            "matrices [B or 1, L, D / 2, 2, 2] and weights [D] of one dtype. Norm and rotate them by themselves instead."
+        )
+    chosen = choose(detect(q.device), in_features=dim, out_features=dim, implementation=implementation)
+    if chosen.implementation == "torch" or not q.numel() or not k.numel():
+        return (
+            rms_rope_torch(q, freqs, q_weight, eps, split_half),
+            rms_rope_torch(k, freqs, k_weight, eps, split_half),
+        )
+    from .rms_rope_triton import rms_rope_triton
+
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    with on_device(q.device):
+        rms_rope_triton(q, k, freqs, q_weight, k_weight, eps, split_half, *out)
+    return out
