@@ -3,8 +3,9 @@
     COMFYUI_PATH=... python tests/bench/block_fusion.py [--json FILE] [--limit SECONDS]
 
 "bf16" is the float MODEL, "host" its INT8 twin on comfy_kitchen's kernels, "linear" the twin with our Linears only, "fused"
-with our blocks, "own rope" the same with our norm and rope of q and k in place of comfy_kitchen's. 256 text tokens, batch 1, a mask that hides nothing given. "no mask" is "linear" called without the mask:
-what "fused", which drops it, must equal. First the kernels are compared with PyTorch's own operations, bit for bit.
+with our blocks, "own rope" the same with our norm and rope of q and k in place of comfy_kitchen's. 256 text tokens, batch
+1, a mask that hides nothing given. "no mask" is "linear" called without the mask: what "fused", which drops it, must equal.
+First the kernels are compared with PyTorch's own operations, bit for bit.
 Contestants are interleaved; medians of 10 rounds after warm-up. Results are printed and written as they come; what the
 time limit cuts off is named.
 """
