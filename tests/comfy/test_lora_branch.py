@@ -102,7 +102,7 @@ def test_b10_lora_on_the_float_model_comes_along(float_model, sample, cosine):
     assert cosine(sample(after), sample(in_float)) > 0.99
 
 
-def test_b11_b12_deltas_below_half_a_step_are_kept(model, layer_delta):
+def test_b11_deltas_below_half_a_step_are_kept(model, layer_delta):
     file = lora_file(model, size=0.0005)
     patched = add_lora(model, file)
     for name, module in list(int8_linears(model).items())[:4]:

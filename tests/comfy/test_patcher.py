@@ -86,6 +86,7 @@ def test_int8_twin_is_half_the_size_by_the_hosts_count(float_model):
     assert twin.model_size() < 0.62 * float_model.model_size()
 
 
+@pytest.mark.fault("B37")
 def test_incoming_model_is_untouched_and_bypass_is_bit_equal(float_model, sample, with_lora):
     before_picture = sample(float_model)
     patched_input = with_lora(float_model)
@@ -130,6 +131,7 @@ def test_clone_twice_keeps_everything(float_model, sample):
     assert torch.equal(sample(copy), picture)
 
 
+@pytest.mark.fault("B10")
 def test_lora_before_and_after_give_the_same(float_model, sample, cosine, with_lora):
     plain = sample(float_model)
     with_float = sample(with_lora(float_model))
@@ -292,6 +294,7 @@ def test_packed_weights_are_refused(float_model):
         patcher.patch_model(float_model)
 
 
+@pytest.mark.fault("B102", "B103")
 def test_model_types_stay_float(float_model):
     twin, _ = patcher.patch_model(float_model)
     assert twin.model_dtype().is_floating_point

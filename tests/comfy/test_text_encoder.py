@@ -173,6 +173,7 @@ def test_stock_text_node_encodes_with_a_t5(comfy, files, cosine):
     assert cosine(got[0][0], want[0][0]) > 0.999
 
 
+@pytest.mark.fault("B19")
 def test_clones_share_the_record_and_lora_stays_int8(comfy, files):
     clip = ours(files["qwen"])
     before = encode(clip)

@@ -43,6 +43,7 @@ def native_file(comfy, emoji_file, tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.mark.fault("B26")
 def test_every_block_linear_of_the_emoji_model_is_int8(comfy, emoji_file):
     report = report_of(load_model(emoji_file))
     assert report.block_coverage >= 0.95
@@ -91,6 +92,7 @@ def test_loads_what_stock_comfyui_writes_bit_for_bit(comfy, native_file, tmp_pat
     assert report_of(ours).rotation_groups() == {256: 28}
 
 
+@pytest.mark.fault("B53")
 def test_a_second_quantisation_changes_nothing(comfy, native_file):
     once = load_model(native_file)
     for rotation in (True, False):
@@ -274,12 +276,14 @@ def test_the_other_parts_of_a_checkpoint_are_left_out_and_named(comfy, emoji_fil
     assert any("vae" in note for note in report_of(model).notes)
 
 
+@pytest.mark.fault("B103")
 def test_first_weight_int8_does_not_change_the_compute_dtype(comfy, native_file):
     model = load_model(native_file)
     assert model.model.get_dtype().is_floating_point
     assert model.model.get_dtype_inference().is_floating_point
 
 
+@pytest.mark.fault("B104")
 def test_mixed_float_dtypes_run(comfy, emoji_file, forward, tmp_path):
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     state = {key: value.to(dtypes[i % 3]) for i, (key, value) in enumerate(load_file(emoji_file).items())}
@@ -304,6 +308,7 @@ def test_a_part_of_a_model_is_called_one(comfy, wan_file, tmp_path):
         load_model(path)
 
 
+@pytest.mark.fault("B70")
 def test_a_linear_without_weight_is_told_at_load(comfy, emoji_file, tmp_path):
     state = {key: value for key, value in load_file(emoji_file).items() if key != "single_blocks.2.linear2.weight"}
     path = str(tmp_path / "hole.safetensors")

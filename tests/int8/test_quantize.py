@@ -28,6 +28,7 @@ def steps(tensors: dict, weight: torch.Tensor, group: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("group", [0, 16, 64, 256])
+@pytest.mark.fault("B60", "B96")
 def test_codes_are_the_nearest_steps(dtype, group):
     weight = floats(40, 512, dtype=dtype)
     tensors = quantize.quantised(decision(40, 512, group), weight, None, CPU)
@@ -45,6 +46,7 @@ def test_the_result_is_the_same_each_time():
 
 
 @pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.fault("B53", "B119")
 def test_an_fp8_source_is_dequantised_with_its_scale_first(count):
     stored = floats(40, 512).mul(20).to(torch.float8_e4m3fn)
     scale = torch.rand(count) + 0.5
@@ -86,6 +88,7 @@ def test_a_weight_that_is_not_finite_stops_and_names_the_layer(bad):
 
 
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.5), torch.rand(24, 1)], ids=["none", "one", "rows"])
+@pytest.mark.fault("B119")
 def test_a_kept_fp8_weight_becomes_bfloat16(scale):
     stored = floats(24, 40).to(torch.float8_e4m3fn)
     expected = stored.float() * (1 if scale is None else scale)

@@ -43,6 +43,7 @@ def with_lora(model, strength: float = 0.8):
     return twin
 
 
+@pytest.mark.fault("B149")
 def test_every_dtype_stride_and_tied_tensor_is_stored(tmp_path):
     base = floats(6, 10, seed=3)
     tensors = {
@@ -116,6 +117,7 @@ def test_the_header_holds_what_names_may_grow_to(name, tmp_path):
 
 
 @pytest.mark.comfy
+@pytest.mark.fault("B148")
 def test_a_model_saved_before_and_after_it_ran_gives_one_file(comfy, emoji_file, forward, tmp_path):
     model = load_model(emoji_file)
     fresh, ran, partly = (tmp_path / f"{name}.safetensors" for name in ("fresh", "ran", "partly"))
@@ -132,6 +134,7 @@ def test_a_model_saved_before_and_after_it_ran_gives_one_file(comfy, emoji_file,
 
 @pytest.mark.comfy
 @pytest.mark.parametrize("loaded", [False, True], ids=["not loaded", "loaded"])
+@pytest.mark.fault("B145")
 def test_a_lora_is_baked_as_it_runs(loaded, comfy, emoji_file, forward, tmp_path):
     model = load_model(emoji_file)
     patched = with_lora(model)

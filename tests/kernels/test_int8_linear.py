@@ -45,6 +45,7 @@ def test_is_close_to_the_float_linear(group, impl, device):
     assert sqnr_db(y, torch.nn.functional.linear(x.double(), w.double(), b.double())) > 36
 
 
+@pytest.mark.fault("B98")
 def test_rotation_saves_a_layer_with_outlier_channels(impl, device):
     w, q, scale, b = layer(512, 96, device)
     _, q_rotated, scale_rotated, _ = layer(512, 96, device, group=256)
@@ -60,6 +61,7 @@ def test_rotation_saves_a_layer_with_outlier_channels(impl, device):
 @pytest.mark.parametrize(
     "shape", [(64,), (1, 64), (0, 64), (2, 3, 64), (2, 0, 64), (2, 3, 2, 64), (1, 2, 3, 2, 64)], ids=str
 )
+@pytest.mark.fault("B86")
 def test_keeps_the_leading_dimensions(shape, impl, device):
     _, q, scale, b = layer(64, 24, device)
     x = torch.randn(shape, generator=generator(4, str(device)), device=device)
@@ -72,6 +74,7 @@ def test_keeps_the_leading_dimensions(shape, impl, device):
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias_dtype", [*DTYPES, None], ids=str)
 @pytest.mark.parametrize("rows", [4, 64])
+@pytest.mark.fault("B99")
 def test_output_dtype_is_the_inputs_whatever_the_bias(x_dtype, bias_dtype, rows, impl, device):
     _, q, scale, b = layer(64, 24, device)
     bias = None if bias_dtype is None else b.to(bias_dtype)
@@ -88,6 +91,7 @@ def test_out_dtype_can_be_asked_for(impl, device):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.fault("B89")
 def test_a_bad_row_is_nan_and_the_others_keep_their_bits(bad, impl, device):
     _, q, scale, b = layer(80, 32, device)
     x = activation(20, 80, torch.float16, device)
@@ -156,6 +160,7 @@ def test_ampere_uses_triton_when_it_is_there():
     assert "No module named" in without.sentence()
 
 
+@pytest.mark.fault("B135")
 def test_opcheck(device):
     _, q, scale, b = layer(64, 24, device)
     op = torch.ops.native_int8.int8_linear.default
@@ -170,6 +175,7 @@ def test_opcheck(device):
         )
 
 
+@pytest.mark.fault("B138")
 def test_compile_has_one_graph_and_no_recompile_for_new_sizes(device):
     _, q, scale, b = layer(64, 64, device)
 
