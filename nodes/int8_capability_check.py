@@ -15,9 +15,31 @@ class INT8CapabilityCheck(io.ComfyNode):
             display_name="INT8 Capability Check",
             category="model/int8",
             description="Tells which INT8 path this GPU takes, what gain to expect and why, and what is missing.",
-            search_aliases=["int8 gpu check", "triton check", "ampere check", "why is int8 slow"],
+            search_aliases=[
+                "int8 gpu check",
+                "triton check",
+                "ampere check",
+                "why is int8 slow",
+                "gpu throttled",
+                "which gpu",
+            ],
             is_output_node=True,
-            inputs=[],
+            inputs=[
+                io.Model.Input(
+                    "model",
+                    optional=True,
+                    tooltip="With measure on, the Linears of this MODEL are measured in place of typical ones; it comes to no harm. "
+                    "Loading it is the only cost.",
+                ),
+                io.Boolean.Input(
+                    "measure",
+                    default=False,
+                    optional=True,
+                    tooltip="Measure Linears in bf16 and in INT8 on this GPU, and whether it is as fast as it should be (hot and "
+                    "busy cards are named). Takes about five seconds and 2 GB of free GPU memory each time; off, the report takes "
+                    "less than one.",
+                ),
+            ],
             outputs=[
                 io.Boolean.Output(
                     "consumer_ampere",
@@ -29,19 +51,26 @@ class INT8CapabilityCheck(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls) -> float:
+    def fingerprint_inputs(cls, **_) -> float:
         """Never equal to the last one: drivers, packages and start options change behind the graph's back."""
         return time.time()
 
     @classmethod
-    def execute(cls) -> io.NodeOutput:
+    def execute(cls, model=None, measure: bool = False) -> io.NodeOutput:
+        """Look, measure if asked to, and show the report."""
         from comfy import model_management
 
         from ..kernels.capability import detect
         from .int8 import advice, status, surroundings
 
-        device = detect(model_management.get_torch_device())
+        here = model_management.get_torch_device()
+        device = detect(here)
         forced_cpu = device.type == "cpu" and detect().type != "cpu"
-        text = advice.report(device, surroundings.look(forced_cpu=forced_cpu))
+        measured = []
+        if measure:
+            from .int8 import card_speed
+
+            measured = card_speed.measure(here, model, status.progress())
+        text = advice.report(device, surroundings.look(forced_cpu=forced_cpu), measured, surroundings.other_gpus(here))
         status.show(text, cls.hidden.unique_id)
         return io.NodeOutput(device.is_consumer_ampere, text)

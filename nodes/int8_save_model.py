@@ -17,7 +17,11 @@ class INT8SaveModel(io.ComfyNode):
             description="Saves an INT8 MODEL as a native INT8 safetensors file, which ComfyUI loads without this pack too.",
             search_aliases=["save int8", "convert", "export", "quantize", "convrot"],
             inputs=[
-                io.Model.Input("model", tooltip="An INT8 MODEL, of Load DiT (Native INT8) or INT8 Patch Model."),
+                io.Model.Input(
+                    "model",
+                    tooltip="An INT8 MODEL, of Load DiT (Native INT8) or INT8 Patch Model. It is written one layer at a time, so "
+                    "that takes little memory beyond its own.",
+                ),
                 io.String.Input(
                     "filename_prefix",
                     default="diffusion_models/native_int8",
@@ -28,8 +32,8 @@ class INT8SaveModel(io.ComfyNode):
                     "loras",
                     options=["bake", "refuse"],
                     default="bake",
-                    tooltip="bake: LoRAs on the MODEL become part of the saved weights, as they run. refuse: stop when there "
-                    "are any.",
+                    tooltip="bake: LoRAs on the MODEL become part of the saved weights, as they run, and cost nothing at "
+                    "run time then; they cannot be taken out again. refuse: stop when there are any.",
                 ),
             ],
             outputs=[

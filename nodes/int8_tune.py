@@ -14,7 +14,7 @@ class INT8TuneKernels(io.ComfyNode):
             display_name="INT8 Tune Kernels",
             category="model/int8",
             description="Measures once which INT8 kernel settings are fastest on this card for a MODEL, and keeps them.",
-            search_aliases=["autotune", "int8 tuning", "tile tuning", "benchmark kernels"],
+            search_aliases=["autotune", "int8 tuning", "tile tuning", "benchmark kernels", "faster int8"],
             is_output_node=True,
             inputs=[
                 io.Model.Input(
@@ -30,7 +30,12 @@ class INT8TuneKernels(io.ComfyNode):
                     tooltip="Width of the pictures in pixels. Sizes near it share what is measured; larger takes longer.",
                 ),
                 io.Int.Input(
-                    "height", default=1024, min=64, max=16384, step=8, tooltip="Height of the pictures in pixels."
+                    "height",
+                    default=1024,
+                    min=64,
+                    max=16384,
+                    step=8,
+                    tooltip="Height of the pictures in pixels; larger takes longer.",
                 ),
                 io.Int.Input(
                     "batch_size",

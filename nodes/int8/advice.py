@@ -3,6 +3,8 @@
 Pure functions from a `Device` and its `Surroundings` to text, so that a test can ask about any card.
 """
 
+from collections.abc import Sequence
+
 from ...kernels.capability import CONSUMER, DATA_CENTRE, PROFESSIONAL, Device
 from ...kernels.dispatch import Int8Error, choose
 from .deployment import outlook
@@ -61,11 +63,21 @@ def _path(implementation: str, device: Device) -> str:
     return "plain torch, right but not fast" if implementation == "torch" else implementation
 
 
-def report(device: Device, around: Surroundings) -> str:
-    """The whole report as plain text of about 30 short lines."""
+def report(
+    device: Device, around: Surroundings, measured: Sequence[str] = (), others: Sequence[tuple[str, Device]] = ()
+) -> str:
+    """The whole report as plain text of about 30 short lines.
+
+    Args:
+        measured: lines of `card_speed.measure`, if it ran.
+        others: name and facts of the machine's GPUs that do not run this graph, such as ("cuda:1", Device).
+    """
     expected = outlook(device)
     lacking = missing(device, around)
-    lines = [headline(device), expected.verdict, "", "Missing" if lacking else "Missing: nothing"]
+    lines = [headline(device), expected.verdict]
+    if measured:
+        lines += ["", "Measured now", *measured]
+    lines += ["", "Missing" if lacking else "Missing: nothing"]
     for entry in lacking:
         lines += [f"- {entry.what}: {entry.why}", f"    {entry.command}"]
     paths = layer_paths(device)
@@ -76,6 +88,9 @@ def report(device: Device, around: Surroundings) -> str:
     lines += [f"- {claim.text} [{claim.evidence}: {claim.source}]" for claim in expected.claims]
     if device.is_mig_slice:
         lines.append("- This is a MIG slice: times grow as its share of the card shrinks, ratios stay.")
+    if others:
+        lines += ["", "Other GPUs of this machine"]
+        lines += [f"- {name}: {headline(other)}. {outlook(other).verdict}" for name, other in others]
     lines += ["", "Machine", *(f"- {line}" for line in _machine(device, around))]
     return "\n".join(lines)
 

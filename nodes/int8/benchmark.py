@@ -78,7 +78,7 @@ def benchmark(
     tuned_tiles.use(device)
     timer = tuning.EventTimer(device) if device.type == "cuda" else HostTimer()
     notes = [_cpu_note()] if device.type == "cpu" else []
-    health = [_health(device, facts, timer)]
+    troubles = [health(device, facts, timer)]
     times: dict[Shape, ShapeTime] = {}
     results = []
     for number, (width, height, frames) in enumerate(sizes):
@@ -96,13 +96,13 @@ def benchmark(
         for done, shape in enumerate(counts):
             part(0.5 + done / len(counts) / 2)
             if shape not in times:
-                times[shape] = _measure(shape, device, model.model.get_dtype_inference(), facts, timer)
+                times[shape] = measure_shape(shape, device, model.model.get_dtype_inference(), facts, timer)
         size = f"{width}x{height}" + (f"x{frames}" if frames > 1 else "")
         shapes = tuple((times[shape], count) for shape, count in counts.items())
         results.append(SizeResult(size, source, shapes, step_ms, patcher.is_int8(model)))
     progress(1.0)
-    health.append(_health(device, facts, timer))
-    notes += [sentence for sentence in dict.fromkeys(health) if sentence]
+    troubles.append(health(device, facts, timer))
+    notes += [sentence for sentence in dict.fromkeys(troubles) if sentence]
     machine = {
         "device": facts.name, "architecture": facts.sm, "driver": facts.driver, "torch": facts.torch, "cuda": facts.cuda,
         "triton": facts.triton, "platform": facts.platform,
@@ -269,7 +269,7 @@ def _rows(model, size: tuple[int, int, int], text_tokens: int) -> int:
     return -(-width // side) * -(-height // side) * depth + text_tokens
 
 
-def _measure(shape: Shape, device: torch.device, dtype: torch.dtype, facts, timer) -> ShapeTime:
+def measure_shape(shape: Shape, device: torch.device, dtype: torch.dtype, facts, timer) -> ShapeTime:
     """Time one shape; on a CPU with fewer rows where it would take long, which is then scaled.
 
     Raises:
@@ -331,7 +331,7 @@ def _fp8_call(x, w, bias, facts) -> Callable[[], torch.Tensor] | None:
     return call
 
 
-def _health(device: torch.device, facts, timer) -> str:
+def health(device: torch.device, facts, timer) -> str:
     """What is wrong with the card's speed in bf16; empty when nothing is, or it cannot be told."""
     if device.type != "cuda" or facts.hip or (facts.compute_capability or (0, 0)) < (8, 0):
         return ""

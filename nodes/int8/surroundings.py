@@ -14,7 +14,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...kernels.capability import Device
+import torch
+
+from ...kernels.capability import Device, detect
 
 log = logging.getLogger("native_int8.surroundings")
 
@@ -76,6 +78,14 @@ def look(*, forced_cpu: bool = False) -> Surroundings:
         backends=backends,
         forced_cpu=forced_cpu,
     )
+
+
+def other_gpus(torch_device: torch.device) -> list[tuple[str, Device]]:
+    """Name and facts of each further GPU, when a CUDA device runs; mixed cards differ in what INT8 is worth."""
+    if torch_device.type != "cuda":
+        return []
+    here = torch.cuda.current_device() if torch_device.index is None else torch_device.index
+    return [(f"cuda:{i}", detect(i)) for i in range(torch.cuda.device_count()) if i != here]
 
 
 def missing(device: Device, around: Surroundings) -> list[Missing]:

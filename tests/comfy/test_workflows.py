@@ -222,6 +222,17 @@ def test_capability_check_runs_alone(pack_server, schemas):
     assert any(expected in text for text in texts if "\n" not in text)
 
 
+def test_capability_check_measures_when_asked_to_or_says_why_not(pack_server):
+    prompt = {
+        "1": {"class_type": "INT8CapabilityCheck", "inputs": {"measure": True}},
+        "2": {"class_type": "PreviewAny", "inputs": {"source": ["1", 1]}},
+    }
+    lines = pack_server.run(prompt).text("2").splitlines()
+    assert lines[lines.index("Measured now") + 1].startswith(
+        ("INT8 Linears run ", "THROTTLED: ", "Nothing was measured: ")
+    )
+
+
 def test_tune_kernels_reports_and_passes_the_model_on(pack_server, schemas):
     workflow = load("INT8 tune kernels")
     prompt = to_prompt(workflow, schemas)

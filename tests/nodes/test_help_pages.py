@@ -61,3 +61,15 @@ def test_every_input_and_output_has_a_tooltip(node_id, schemas):
         for name, (_, *rest) in schema["input"].get(kinds, {}).items():
             assert rest and rest[0].get("tooltip"), name
     assert all(schema["output_tooltips"] or []) and len(schema["output_tooltips"] or []) == len(schema["output"])
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize("node_id", NODE_IDS)
+def test_every_node_is_found_by_other_words(node_id, schemas):
+    aliases = schemas[node_id]["search_aliases"]
+    assert len(set(aliases)) == len(aliases) >= 4
+    assert all(
+        alias == alias.lower().strip() and alias != schemas[node_id]["display_name"].lower() for alias in aliases
+    )
+    # people look for what the pack is about, not for its name
+    assert any("int8" in alias or "quanti" in alias for alias in aliases)
