@@ -4,6 +4,8 @@ import time
 
 from comfy_api.latest import io
 
+from .int8 import widgets
+
 
 class INT8Audit(io.ComfyNode):
     """Lists what each Linear of a MODEL really runs; the work is in `int8/audit.py`."""
@@ -31,17 +33,7 @@ class INT8Audit(io.ComfyNode):
                     "model",
                     tooltip="Any MODEL: of this pack, ComfyUI's own INT8, of another pack, or float. Four forwards of it are run.",
                 ),
-                io.Int.Input(
-                    "width",
-                    default=1024,
-                    min=64,
-                    max=16384,
-                    step=8,
-                    tooltip="Width of the picture in pixels. It changes the shares of the time; kernels are the same.",
-                ),
-                io.Int.Input(
-                    "height", default=1024, min=64, max=16384, step=8, tooltip="Height of the picture in pixels."
-                ),
+                *widgets.picture_size("It changes the shares of the time; kernels are the same."),
                 io.Int.Input(
                     "text_tokens",
                     default=256,

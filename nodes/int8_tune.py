@@ -2,6 +2,8 @@
 
 from comfy_api.latest import io
 
+from .int8 import widgets
+
 
 class INT8TuneKernels(io.ComfyNode):
     """Measures this card once on a MODEL's shapes; the work is in `int8/tune.py`."""
@@ -21,22 +23,7 @@ class INT8TuneKernels(io.ComfyNode):
                     "model",
                     tooltip="An INT8 MODEL. Its layer shapes are measured, not the model itself; it comes out unchanged.",
                 ),
-                io.Int.Input(
-                    "width",
-                    default=1024,
-                    min=64,
-                    max=16384,
-                    step=8,
-                    tooltip="Width of the pictures in pixels. Sizes near it share what is measured; larger takes longer.",
-                ),
-                io.Int.Input(
-                    "height",
-                    default=1024,
-                    min=64,
-                    max=16384,
-                    step=8,
-                    tooltip="Height of the pictures in pixels; larger takes longer.",
-                ),
+                *widgets.picture_size("Sizes near it share what is measured; larger takes longer."),
                 io.Int.Input(
                     "batch_size",
                     default=1,

@@ -1,4 +1,4 @@
-"""Inputs that several nodes have: which layers become INT8, and how they are quantised."""
+"""Inputs that several nodes have: which layers become INT8, how they are quantised, and the size of a picture."""
 
 from comfy_api.latest import io
 
@@ -52,3 +52,12 @@ def int8_speed() -> io.Input:
         "modulations and activations around them in single passes, rounded as without; blocks that another pack patches "
         "run unfused. linear only: INT8 Linears alone. off: INT8 weights on ComfyUI's own kernels. Memory is the same.",
     )
+
+
+def picture_size(effect: str) -> list[io.Input]:
+    """`width` and `height` in pixels; `effect` is a sentence on what they change."""
+    limits = {"default": 1024, "min": 64, "max": 16384, "step": 8}
+    return [
+        io.Int.Input("width", **limits, tooltip=f"Width of the picture in pixels. {effect}"),
+        io.Int.Input("height", **limits, tooltip="Height of the picture in pixels."),
+    ]
