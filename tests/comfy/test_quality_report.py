@@ -4,6 +4,7 @@ import pytest
 import torch
 from native_int8.nodes.int8 import compare, host_backend, quality
 from native_int8.nodes.int8.loader import LoadOptions, load_model
+from packtest import loras
 from safetensors import safe_open
 
 from .conftest import LATENT, MODEL_FILE, PROMPTS_FILE
@@ -92,6 +93,15 @@ def test_without_rotation_no_layer_is_better_on_the_whole(run, float_model, int8
 
 def test_the_hosts_own_int8_model_is_compared_too(run, float_model, stock_int8_model):
     assert len(run(float_model, stock_int8_model, steps=1).layers) == 28
+
+
+def test_a_lora_is_part_of_both(run, float_model, int8_model):
+    file = loras.lora_file(int8_model, size=0.5)
+    with_lora = loras.add_lora(int8_model, file)
+    both = run(loras.add_lora(float_model, file), with_lora, steps=1)
+    assert min(layer.sqnr_db for layer in both.layers) > 30
+    only_float = run(loras.add_lora(float_model, file), int8_model, steps=1)
+    assert max(layer.sqnr_db for layer in only_float.layers) < 20
 
 
 def test_wrong_models_are_told(run, float_model, int8_model, comfy):

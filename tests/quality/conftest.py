@@ -10,7 +10,10 @@ from packtest.host import import_comfy
 @pytest.fixture(scope="session")
 def comfy():
     """ComfyUI's `comfy` package, imported as its own main program would."""
-    return import_comfy("comfy.ops", "comfy.quant_ops", "comfy.text_encoders.bert", "comfy.text_encoders.llama")
+    return import_comfy(
+        "comfy.sd", "comfy.sample", "comfy.samplers", "comfy.utils", "comfy.ops", "comfy.quant_ops",
+        "comfy.text_encoders.bert", "comfy.text_encoders.llama",
+    )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

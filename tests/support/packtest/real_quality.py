@@ -160,11 +160,11 @@ def table(found: dict[str, dict[str, Measured]]) -> str:
     return "\n".join(lines)
 
 
-def with_table(readme: str, text: str) -> str:
-    """The README's text with its table replaced."""
-    before, _, rest = readme.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{text}\n{END}{after}"
+def with_table(readme: str, text: str, start: str = START, end: str = END) -> str:
+    """The README's text with the table between two marks replaced."""
+    before, _, rest = readme.partition(start)
+    _, _, after = rest.partition(end)
+    return f"{before}{start}\n{text}\n{end}{after}"
 
 
 def main() -> None:
