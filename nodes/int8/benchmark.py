@@ -371,5 +371,7 @@ def _model_facts(model, layers: list[Layer]) -> dict:
 
 
 def _synchronise(device: torch.device) -> None:
-    if device.type != "cpu":
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":
         getattr(torch, device.type).synchronize()
