@@ -1,7 +1,7 @@
 """residual_norm: what stands between two Linears of a transformer block, in one pass over the activation.
 
-    x' = x + gate * rms_norm(y)              the branch that ends (sandwich norm and gate)
-    q  = quantise(R(rms_norm(x') * (1 + scale)))      the norm and the modulation of the branch that begins
+    x' = x + gate * rms_norm(y)                               the branch that ends: a norm or none, and a gate
+    q  = quantise(R(rms_norm(x') * (1 + scale) + shift))      the norm and the modulation of the branch that begins
 
 Either half may be missing. Every step is rounded to the dtype of x where PyTorch's own operations, called one after the
 other, round it; for bfloat16 and float16 the sum of squares is added up in the order of PyTorch's CUDA kernel too. A
@@ -24,20 +24,27 @@ from .rotate import check_group
 
 
 class Branch(NamedTuple):
-    """The end of a residual branch: y [..., K], the weight [K] of its norm, eps, gate [B, K] (B divides the rows)."""
+    """The end of a residual branch: y [..., K], the weight [K] of its norm or None, eps, gate [B, K] (B divides the rows).
+
+    The weight has the dtype of x or float32.
+    """
 
     y: torch.Tensor
-    weight: torch.Tensor
+    weight: torch.Tensor | None
     eps: float
     gate: torch.Tensor
 
 
 class Norm(NamedTuple):
-    """The start of the next: the weight [K] of its norm, eps, scale [B, K] of the modulation 1 + scale."""
+    """The start of the next: the weight [K] of its norm, eps, scale [B, K] of the modulation 1 + scale, shift [B, K] or None.
+
+    The weight has the dtype of x or float32.
+    """
 
     weight: torch.Tensor
     eps: float
     scale: torch.Tensor
+    shift: torch.Tensor | None = None
 
 
 def _by_image(x: torch.Tensor, modulation: torch.Tensor) -> torch.Tensor:
@@ -47,15 +54,20 @@ def _by_image(x: torch.Tensor, modulation: torch.Tensor) -> torch.Tensor:
 
 def add_branch_torch(x: torch.Tensor, branch: Branch) -> torch.Tensor:
     """x [M, K] + gate * rms_norm(y), step by step, in the dtype of x."""
-    k = x.shape[-1]
-    normed = torch.nn.functional.rms_norm(branch.y.reshape(x.shape), (k,), branch.weight, branch.eps)
+    y = branch.y.reshape(x.shape)
+    normed = y if branch.weight is None else _normed(y, branch.weight, branch.eps)
     return (_by_image(x, branch.gate) + branch.gate.unsqueeze(1) * _by_image(normed, branch.gate)).view(x.shape)
 
 
 def modulated_norm_torch(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """rms_norm(x [M, K]) * (1 + scale), step by step, in the dtype of x."""
-    normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
-    return (_by_image(normed, norm.scale) * (1.0 + norm.scale).unsqueeze(1)).view(x.shape)
+    """rms_norm(x [M, K]) * (1 + scale) + shift, step by step, in the dtype of x."""
+    v = _by_image(_normed(x, norm.weight, norm.eps), norm.scale) * (1.0 + norm.scale).unsqueeze(1)
+    return (v if norm.shift is None else v + norm.shift.unsqueeze(1)).view(x.shape)
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    # a float32 weight norms in float32, rounded once
+    return torch.nn.functional.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(x.dtype)
 
 
 def residual_norm(
@@ -115,20 +127,31 @@ def _check(x: torch.Tensor, branch: Branch | None, norm: Norm | None, m: int, k:
             "float32, contiguous, with at least one column. Convert it first."
         )
     vectors = [] if branch is None else [("gate", branch.weight, branch.gate)]
-    vectors += [] if norm is None else [("scale", norm.weight, norm.scale)]
+    if norm is not None:
+        vectors += [("scale", norm.weight, norm.scale)]
+        vectors += [] if norm.shift is None else [("shift", norm.weight, norm.shift)]
     for name, weight, modulation in vectors:
-        fits = weight.shape == (k,) and modulation.dim() == 2 and modulation.shape[1] == k and modulation.shape[0]
-        if not fits or m % modulation.shape[0] or weight.dtype != x.dtype or modulation.dtype != x.dtype:
+        fits = (
+            modulation.dim() == 2 and modulation.shape[1] == k and modulation.shape[0] and modulation.dtype == x.dtype
+        )
+        fits = fits and (weight is None or (weight.shape == (k,) and weight.dtype in (x.dtype, torch.float32)))
+        if not fits or m % modulation.shape[0]:
+            norm_weight = "none" if weight is None else f"{weight.dtype} {tuple(weight.shape)}"
             raise UnsupportedInput(
-                f"residual_norm: weight {weight.dtype} {tuple(weight.shape)} and {name} {modulation.dtype} "
-                f"{tuple(modulation.shape)} for {m} rows of {k} {x.dtype}. Needed: [{k}] and [B, {k}] of that dtype, B "
-                "dividing the rows. Run the norm by itself instead."
+                f"residual_norm: the norm's weight is {norm_weight} and {name} {modulation.dtype} "
+                f"{tuple(modulation.shape)} for {m} rows of {k} {x.dtype}. Needed: [{k}] of that dtype or float32, and "
+                f"[B, {k}] of that dtype, B dividing the rows. Run the norm by itself instead."
             )
-        if weight.stride(0) != 1 or modulation.stride(1) != 1:
+        if modulation.stride(1) != 1 or (weight is not None and weight.stride(0) != 1):
             raise UnsupportedInput(
-                f"residual_norm: the values of weight and {name} have strides {weight.stride()} and {modulation.stride()}. "
-                "Needed: columns side by side. Call contiguous() first."
+                f"residual_norm: {name} has the strides {modulation.stride()}, or the norm's weight is spaced. Needed: "
+                "columns side by side. Call contiguous() first."
             )
+    if norm is not None and norm.shift is not None and norm.shift.shape != norm.scale.shape:
+        raise UnsupportedInput(
+            f"residual_norm: scale is {tuple(norm.scale.shape)} and shift {tuple(norm.shift.shape)}. Needed: the same. "
+            "Expand one of them."
+        )
     if branch is not None and (branch.y.shape != x.shape or branch.y.dtype != x.dtype or not branch.y.is_contiguous()):
         raise UnsupportedInput(
             f"residual_norm: y is {branch.y.dtype} {tuple(branch.y.shape)} beside x {x.dtype} {tuple(x.shape)}. "

@@ -51,20 +51,29 @@ def _load(ptr, offs, K: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _with_branch(x, y_ptr, weight_ptr, gate_ptr, out_ptr, offs, inverse, K: tl.constexpr, MASKED: tl.constexpr):
-    """x + gate * (weight * (y / rms)), each step rounded; also stored at out_ptr."""
-    v = _load(weight_ptr, offs, K, MASKED) * (inverse * _load(y_ptr, offs, K, MASKED))
-    v = _rounded(_load(gate_ptr, offs, K, MASKED) * _rounded(v, y_ptr), y_ptr)
+def _with_branch(
+    x, y_ptr, weight_ptr, gate_ptr, out_ptr, offs, inverse, NORM: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr
+):
+    """x + gate * (weight * (y / rms)), or x + gate * y, each step rounded; also stored at out_ptr."""
+    v = _load(y_ptr, offs, K, MASKED)
+    if NORM:
+        v = _rounded(_load(weight_ptr, offs, K, MASKED) * (inverse * v), y_ptr)
+    v = _rounded(_load(gate_ptr, offs, K, MASKED) * v, y_ptr)
     v = (x + v).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offs, v, mask=offs < K)
     return v.to(tl.float32)
 
 
 @triton.jit
-def _modulated(x, x_ptr, weight_ptr, scale_ptr, offs, inverse, K: tl.constexpr, MASKED: tl.constexpr):
-    """(weight * (x / rms)) * (1 + scale), each step rounded to the type of x."""
+def _modulated(
+    x, x_ptr, weight_ptr, mod_ptr, shift_ptr, offs, inverse, SHIFT: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr
+):
+    """(weight * (x / rms)) * (1 + scale) + shift, each step rounded to the type of x."""
     v = _rounded(_load(weight_ptr, offs, K, MASKED) * (inverse * x), x_ptr)
-    return _rounded(v * _rounded(1.0 + _load(scale_ptr, offs, K, MASKED), x_ptr), x_ptr)
+    v = _rounded(v * _rounded(1.0 + _load(mod_ptr, offs, K, MASKED), x_ptr), x_ptr)
+    if SHIFT:
+        v = _rounded(v + _load(shift_ptr, offs, K, MASKED), x_ptr)
+    return v
 
 
 @triton.jit(do_not_specialize=["rows_per_gate", "rows_per_scale"])
@@ -76,6 +85,7 @@ def _residual_norm_kernel(
     gate_ptr,
     norm_weight_ptr,
     mod_ptr,
+    shift_ptr,
     q_ptr,
     scale_ptr,
     branch_eps,
@@ -84,8 +94,11 @@ def _residual_norm_kernel(
     rows_per_scale,
     stride_gate,
     stride_mod,
+    stride_shift,
     HAS_BRANCH: tl.constexpr,
+    BRANCH_NORM: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_A: tl.constexpr,
@@ -106,19 +119,22 @@ def _residual_norm_kernel(
         y_ptr += row * K
         out_ptr += row * K
         gate_ptr += row // rows_per_gate * stride_gate
-        inverse = inverse_rms(y_ptr, branch_eps, K)
-        a = _with_branch(a, y_ptr, branch_weight_ptr, gate_ptr, out_ptr, offs_a, inverse, K, ONE)
+        inverse = 1.0
+        if BRANCH_NORM:
+            inverse = inverse_rms(y_ptr, branch_eps, K)
+        a = _with_branch(a, y_ptr, branch_weight_ptr, gate_ptr, out_ptr, offs_a, inverse, BRANCH_NORM, K, ONE)
         if BLOCK_B > 0:
-            b = _with_branch(b, y_ptr, branch_weight_ptr, gate_ptr, out_ptr, offs_b, inverse, K, True)
+            b = _with_branch(b, y_ptr, branch_weight_ptr, gate_ptr, out_ptr, offs_b, inverse, BRANCH_NORM, K, True)
         x_ptr = out_ptr
         # the row that was just stored is read again, by other threads
         tl.debug_barrier()
     if HAS_NORM:
         mod_ptr += row // rows_per_scale * stride_mod
+        shift_ptr += row // rows_per_scale * stride_shift
         inverse = inverse_rms(x_ptr, norm_eps, K)
-        a = _modulated(a, x_ptr, norm_weight_ptr, mod_ptr, offs_a, inverse, K, ONE)
+        a = _modulated(a, x_ptr, norm_weight_ptr, mod_ptr, shift_ptr, offs_a, inverse, HAS_SHIFT, K, ONE)
         if BLOCK_B > 0:
-            b = _modulated(b, x_ptr, norm_weight_ptr, mod_ptr, offs_b, inverse, K, True)
+            b = _modulated(b, x_ptr, norm_weight_ptr, mod_ptr, shift_ptr, offs_b, inverse, HAS_SHIFT, K, True)
         quantize_blocks(q_ptr + row * K, scale_ptr + row, a, b, K, GROUP, BLOCK_A, BLOCK_B)
 
 
@@ -134,9 +150,12 @@ def residual_norm_triton(x, branch, out, norm, q, scale, rotation_group: int) ->
     """x [M, K] contiguous -> out [M, K] (with a branch), q [M, K] int8 and scale [M] fp32 (with a norm); M > 0."""
     m, k = x.shape
     y, branch_weight, branch_eps, gate = (x, x, 0.0, x) if branch is None else branch
-    norm_weight, norm_eps, mod = (x, 0.0, x) if norm is None else norm
+    norm_weight, norm_eps, mod, shift = (x, 0.0, x, None) if norm is None else norm
+    has_branch = branch is not None
+    halves = (has_branch, has_branch and branch_weight is not None, norm is not None, shift is not None)
+    branch_weight, shift = x if branch_weight is None else branch_weight, mod if shift is None else shift
     block_a, block_b = row_blocks(k, rotation_group)
-    constants = (branch is not None, norm is not None, k, rotation_group, block_a, block_b)
+    constants = (*halves, k, rotation_group, block_a, block_b)
     tensors = (
         x,
         y,
@@ -145,13 +164,14 @@ def residual_norm_triton(x, branch, out, norm, q, scale, rotation_group: int) ->
         gate,
         norm_weight,
         mod,
+        shift,
         x if q is None else q,
         x if scale is None else scale,
     )
-    strides = (gate.stride(0), mod.stride(0))
+    strides = (gate.stride(0), mod.stride(0), shift.stride(0))
     _launch(
         m,
-        (x.device.index, x.dtype, branch_eps, norm_eps, strides, constants),
+        (x.device.index, x.dtype, branch_weight.dtype, norm_weight.dtype, branch_eps, norm_eps, strides, constants),
         is_aligned(*[t.data_ptr() for t in tensors]),
         (*tensors, branch_eps, norm_eps, m // gate.shape[0], m // mod.shape[0], *strides, *constants),
         # without fused multiply-adds every step is rounded as PyTorch rounds it

@@ -1,6 +1,5 @@
 """Fused blocks in the host's own model class: equal to the unfused ones bit for bit, and aside whenever they cannot be."""
 
-import contextlib
 import threading
 
 import pytest
@@ -8,7 +7,8 @@ import torch
 from native_int8.kernels import LowRank
 from native_int8.nodes.int8 import host_backend, patcher, short_way, speeds
 from native_int8.nodes.int8.fusion import guards, registry
-from packtest.host_parts import fill, turns
+from packtest.host_parts import fill
+from packtest.short_runs import fused_call as call
 from packtest.short_runs import half_scale, instance_attributes
 
 pytestmark = pytest.mark.comfy
@@ -46,65 +46,6 @@ def inputs(batch=1, side=4, mask=None, context=True):
     x = torch.randn((batch, SIZES["in_channels"], side, side), generator=g).bfloat16()
     text = torch.randn((batch, TEXT, SIZES["llm_features_dim"]), generator=g).bfloat16() if context else None
     return x, torch.full((batch,), 0.7), text, mask
-
-
-def call(model, *arguments, fused=True):
-    """The output, and what the run says it did."""
-    from comfy_kitchen.registry import registry as kitchen
-
-    runs = []
-    with (
-        kitchen.use_backend("native_int8"),
-        short_way.inside(model, runs.append),
-        registry.inside(model) if fused else contextlib.nullcontext(),
-    ):
-        y = model(*arguments)
-    return y, runs[0]
-
-
-class Blocks(torch.nn.Module):
-    """Blocks of Z-Image in a row, the first one of the text refiner."""
-
-    def __init__(self, operations, z_image):
-        super().__init__()
-        settings = {"operations": operations, "device": None, "dtype": torch.bfloat16}
-        sizes = (DIM, 4, 4, 64, 1.0, 1e-5, True)
-        self.layers = torch.nn.ModuleList(
-            joint_block()(i, *sizes, i > 0, z_image, operation_settings=settings) for i in range(3)
-        )
-
-    def forward(self, x, mask, turns, adaln_input, index=None):
-        x = self.layers[0](x, mask, turns)
-        for layer in self.layers[1:]:
-            x = layer(x, mask, turns, adaln_input, index)
-        return x
-
-
-def joint_block():
-    from comfy.ldm.lumina.model import JointTransformerBlock
-
-    return JointTransformerBlock
-
-
-@pytest.mark.parametrize("z_image", [True, False])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("group", [0, 64])
-def test_blocks_of_z_image_equal_the_unfused(comfy, batch, group, z_image):
-    host_backend.register()
-    blocks = Blocks(comfy.ops.mixed_precision_ops({}, torch.bfloat16), z_image)
-    fill(blocks, group, {})
-    g = torch.Generator().manual_seed(2)
-    x = torch.randn((batch, 12, DIM), generator=g).bfloat16()
-    conditions = torch.randn((batch, DIM), generator=g).bfloat16()
-    arguments = (x, None, turns(12).transpose(1, 2), conditions)
-    expected, _ = call(blocks, *arguments, fused=False)
-    got, run = call(blocks, *arguments)
-    assert run.fused == {"Z-Image / Lumina 2": 2}
-    assert run.unfused == {"a block of the text refiner has no modulation": 1}
-    assert torch.equal(got, expected)
-    if batch == 2:
-        _, run = call(blocks, *arguments, [(0, 3)])
-        assert run.unfused["some tokens have another modulation than others"] == 2
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -291,7 +232,7 @@ def test_a_replaced_method_of_the_class_is_seen(model, monkeypatch):
 def test_source_that_is_not_known_runs_unfused(model, monkeypatch):
     from native_int8.nodes.int8.fusion import ideogram4
 
-    monkeypatch.setattr(ideogram4.Block, "known", {"forward": frozenset()})
+    monkeypatch.setattr(ideogram4.Block, "known", {("", "forward"): "0"})
     _, run = call(model, *inputs())
     assert not run.fused
     assert "of this ComfyUI is another than the known ones" in next(iter(run.unfused))
@@ -352,17 +293,17 @@ def test_speed_is_a_matter_of_one_model(float_model, sample):
 
 
 def test_kernels_are_compiled_once_for_equal_blocks(model, monkeypatch):
-    from native_int8.nodes.int8.fusion import sandwich
+    from native_int8.nodes.int8.fusion import gated
 
     calls = []
-    monkeypatch.setattr(sandwich, "residual_norm", lambda *args, **kwargs: calls.append(kwargs))
-    monkeypatch.setattr(sandwich, "quantize_swiglu", lambda *args, **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(gated, "residual_norm", lambda *args, **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(gated, "quantize_swiglu", lambda *args, **kwargs: calls.append(kwargs))
     monkeypatch.setattr(registry, "_compiled", set())
     device = torch.device("cpu")
     # in these tests the kernels run in plain PyTorch, where there is nothing to compile
     assert registry.compile_kernels(model, device, torch.bfloat16) == 0
     kind = registry._seats(model).blocks[0].kernels(device)
     as_on_a_gpu = (kind[0], *((k[0], "triton", *k[2:]) for k in kind[1:]))
-    monkeypatch.setattr(sandwich.SandwichBlock, "kernels", lambda block, device: as_on_a_gpu)
+    monkeypatch.setattr(gated.GatedBlock, "kernels", lambda block, device: as_on_a_gpu)
     assert [registry.compile_kernels(model, device, torch.bfloat16) for _ in range(2)] == [4, 0]
     assert len(calls) == 4

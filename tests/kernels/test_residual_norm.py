@@ -19,6 +19,8 @@ from packtest.shapes import activation, generator
 EPS = 1e-5
 WIDTHS = [(1, 0), (33, 0), (256, 0), (320, 64), (768, 256), (4608, 0), (4608, 256), (5120, 1024)]
 HALVES = {"begin": (False, True), "both": (True, True), "end": (True, False)}
+# whether the branch has a norm, and whether the modulation shifts
+KINDS = {"sandwich": (True, False), "plain branch and shift": (False, True)}
 
 
 def normal(*shape, seed, dtype, device):
@@ -34,6 +36,13 @@ def operands(m, k, images, dtype, device):
     return x, Branch(y, weights[0], EPS, torch.tanh(modulation[:, 1])), Norm(weights[1], EPS, modulation[:, 2])
 
 
+def as_kind(kind, branch, norm):
+    """The operands with or without the branch's norm, and a float32 weight and a shift in the norm."""
+    has_norm, shifts = KINDS[kind]
+    branch = branch if has_norm else branch._replace(weight=None)
+    return branch, norm._replace(weight=norm.weight.float(), shift=norm.scale * 0.5) if shifts else norm
+
+
 def in_float64(x, branch, norm):
     """What the op means, without any rounding."""
 
@@ -46,14 +55,20 @@ def in_float64(x, branch, norm):
 
     out = x.double().cpu()
     if branch is not None:
-        out = out + by_image(branch.gate) * normed(branch.y, branch.weight, branch.eps)
-    return out, None if norm is None else normed(out, norm.weight, norm.eps) * (1 + by_image(norm.scale))
+        y = branch.y.double().cpu() if branch.weight is None else normed(branch.y, branch.weight, branch.eps)
+        out = out + by_image(branch.gate) * y
+    if norm is None:
+        return out, None
+    v = normed(out, norm.weight, norm.eps) * (1 + by_image(norm.scale))
+    return out, v if norm.shift is None else v + by_image(norm.shift)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(("k", "group"), WIDTHS)
-def test_means_norm_gate_norm_and_quantise(k, group, half, impl, device):
-    x, branch, norm = operands(6, k, 3, torch.float32, device)
+def test_means_norm_gate_norm_and_quantise(k, group, half, kind, impl, device):
+    x, *parts = operands(6, k, 3, torch.float32, device)
+    branch, norm = as_kind(kind, *parts)
     branch, norm = (part if there else None for part, there in zip((branch, norm), HALVES[half], strict=True))
     out, rows = residual_norm(x, branch, norm, rotation_group=group, implementation=impl)
     expected, normed = in_float64(x, branch, norm)
@@ -67,18 +82,25 @@ def test_means_norm_gate_norm_and_quantise(k, group, half, impl, device):
     assert_codes_within_one(q, expected_q, 0.01, "codes")
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("images", [1, 2, 6])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_rounds_where_pytorch_rounds(dtype, images, impl, device):
+def test_rounds_where_pytorch_rounds(dtype, images, kind, impl, device):
     """Step by step in the dtype of x: on a GPU equal to the bit, the order of the sum of squares included."""
     k, m = 4608, 6
-    x, branch, norm = operands(m, k, images, dtype, device)
+    x, *parts = operands(m, k, images, dtype, device)
+    branch, norm = as_kind(kind, *parts)
     out, rows = residual_norm(x, branch, norm, implementation=impl)
     each = m // images
     gate, scale = (vector.repeat_interleave(each, 0) for vector in (branch.gate, norm.scale))
-    expected = x + gate * torch.nn.functional.rms_norm(branch.y, (k,), branch.weight, EPS)
+    y = branch.y
+    if branch.weight is not None:
+        y = torch.nn.functional.rms_norm(y, (k,), branch.weight, EPS)
+    expected = x + gate * y
     q, row_scale = parts_of(rows, m, k)
-    normed = torch.nn.functional.rms_norm(out, (k,), norm.weight, EPS) * (1.0 + scale)
+    normed = torch.nn.functional.rms_norm(out.to(norm.weight.dtype), (k,), norm.weight, EPS).to(dtype) * (1.0 + scale)
+    if norm.shift is not None:
+        normed = normed + norm.shift.repeat_interleave(each, 0)
     expected_q, expected_scale = quantize_rows(normed, implementation=impl)
     if impl == "triton" and device.type == "cpu":
         # the interpreter truncates to bfloat16 and adds in an order of its own
@@ -152,8 +174,9 @@ def test_what_does_not_fit_is_refused():
     for part, words in (
         (norm._replace(scale=norm.scale[:, :8]), r"scale torch.float32 \(1, 8\)"),
         (norm._replace(scale=norm.scale.expand(4, 32)), "for 6 rows"),
-        (norm._replace(weight=norm.weight.half()), "weight torch.float16"),
-        (norm._replace(weight=torch.ones(64)[::2]), "strides"),
+        (norm._replace(weight=norm.weight.half()), "weight is torch.float16"),
+        (norm._replace(weight=torch.ones(64)[::2]), "side by side"),
+        (norm._replace(shift=norm.scale.expand(2, 32)), "Expand one"),
     ):
         with pytest.raises(UnsupportedInput, match=words):
             residual_norm(x, None, part)

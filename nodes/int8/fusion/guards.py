@@ -63,10 +63,10 @@ def _where(owner: type | types.ModuleType, name: str) -> str:
 
 
 @functools.cache
-def why_reads_more(module_class: type, method: str, argument: str, child: str) -> str | None:
-    """None when the source shows that `method` reads `argument` as `argument.shape` and `self.child(argument)` only.
+def why_reads_more(module_class: type, method: str, argument: str, children: tuple[str, ...]) -> str | None:
+    """None when the source shows that `method` reads `argument` as `argument.shape` and in `self.child(argument)` only.
 
-    Then it may be called with a stand-in of the same shape, once `child` knows what the stand-in stands for.
+    Then it may be called with a stand-in of the same shape, once the children know what the stand-in stands for.
     """
     function = getattr(module_class, method, None)
     where = f"{module_class.__qualname__}.{method}"
@@ -82,9 +82,9 @@ def why_reads_more(module_class: type, method: str, argument: str, child: str) -
             allowed += 1
         if type(node) is ast.Call and len(node.args) == 1 and not node.keywords and _is_name(node.args[0], argument):
             called = node.func
-            allowed += type(called) is ast.Attribute and called.attr == child and _is_name(called.value, "self")
+            allowed += type(called) is ast.Attribute and called.attr in children and _is_name(called.value, "self")
     if allowed != sum(_is_name(node, argument) for node in ast.walk(tree)):
-        return f"{where} reads {argument} in another place than {child}"
+        return f"{where} reads {argument} in another place than {', '.join(children)}"
     return None
 
 

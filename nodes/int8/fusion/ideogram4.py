@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from .. import short_way
 from .guards import why_unknown
-from .sandwich import SandwichBlock
+from .sandwich import KNOWN_FEED_FORWARD, SandwichBlock
 
 KNOWN_MODEL = {"_run_conditional": frozenset({"c0a16e94dd27f3ea"})}
 
@@ -17,19 +15,19 @@ class Block(SandwichBlock):
     """The fused form of Ideogram4TransformerBlock."""
 
     name = "Ideogram 4"
-    known: ClassVar = {"forward": frozenset({"d7348ccd245d4ea8"})}
+    known = KNOWN_FEED_FORWARD | {("", "forward"): "d7348ccd245d4ea8"}
     modulation = "adaln_modulation"
 
     __slots__ = ()
 
     def forward(self, run, x, attn_mask, freqs_cis, adaln_input, transformer_options=None):
         """What the class's forward returns, or a sentence."""
-        attention, options = self._module.attention, {} if transformer_options is None else transformer_options
+        options = {} if transformer_options is None else transformer_options
 
         def attend(x):
-            return attention(x, attn_mask, freqs_cis, transformer_options=options)
+            return self._attention(x, attn_mask, freqs_cis, transformer_options=options)
 
-        return self._fused(run, x, adaln_input, attend)
+        return self.fused(run, x, adaln_input, attend)
 
 
 def without_full_mask(module: torch.nn.Module, of_class):

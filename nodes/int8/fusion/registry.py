@@ -6,7 +6,7 @@ the class's own forward otherwise; both are counted, the latter with the reason.
 a fused block hands them rows that are quantised already (shared_rows.Given), and whatever a Linear then does, such as
 fetching an offloaded weight or adding a LoRA, is its usual way.
 
-A new architecture is a file here with a class that has `of`, `name` and `forward` as sandwich.py has them, and a line in
+A new architecture is a file here with a class that has `of`, `name` and `forward` as gated.py has them, and a line in
 BLOCKS.
 """
 
@@ -23,7 +23,7 @@ import torch
 
 from ....kernels.dispatch import Int8Error
 from .. import short_way
-from . import ideogram4, lumina, rope
+from . import ideogram4, krea2, lumina, rope
 
 SWITCH = "NATIVE_INT8_FUSION"
 FORWARD = "forward"
@@ -32,6 +32,7 @@ HOST = "comfy."
 # class of the host -> what makes a fused block of a module, or returns why there is none
 BLOCKS = {
     "ldm.ideogram4.model.Ideogram4TransformerBlock": ideogram4.Block.of,
+    "ldm.krea2.model.SingleStreamBlock": krea2.Block.of,
     "ldm.lumina.model.JointTransformerBlock": lumina.Block.of,
 }
 # class of the host -> (name of a method, what makes its seat)

@@ -268,25 +268,26 @@ def quantize_reports(kernels, sm: int):
 def block_reports(kernels, sm: int):
     """What stands between the Linears of a block: residual_norm with both halves and each alone, quantize_swiglu."""
     module = kernels["residual_norm_triton"]
-    names = ("x_ptr", "y_ptr", "out_ptr", "branch_weight_ptr", "gate_ptr", "norm_weight_ptr", "mod_ptr")
+    names = ("x_ptr", "y_ptr", "out_ptr", "branch_weight_ptr", "gate_ptr", "norm_weight_ptr", "mod_ptr", "shift_ptr")
     types = dict.fromkeys(names, "*bf16") | {"q_ptr": INT8, "scale_ptr": FP32, "branch_eps": "fp32", "norm_eps": "fp32"}
-    types |= dict.fromkeys(("rows_per_gate", "rows_per_scale", "stride_gate", "stride_mod"), "i32")
+    types |= dict.fromkeys(("rows_per_gate", "rows_per_scale", "stride_gate", "stride_mod", "stride_shift"), "i32")
     options = {"enable_fp_fusion": False}
-    for k, group, halves in ((4608, 0, (True, True)), (4608, 256, (True, True)), (4608, 0, (False, True)),
-                             (4608, 0, (True, False)), (3840, 256, (True, True)), (6144, 0, (True, True))):  # fmt: skip
+    # branch, its norm, norm, shift
+    for k, group, halves in ((4608, 0, (1, 1, 1, 0)), (4608, 256, (1, 1, 1, 0)), (4608, 0, (0, 0, 1, 0)),
+                             (4608, 0, (1, 1, 0, 0)), (3840, 256, (1, 1, 1, 0)), (6144, 0, (1, 0, 1, 1)),
+                             (6144, 256, (1, 0, 1, 1))):  # fmt: skip
         block_a, block_b = module.row_blocks(k, group)
-        constants = {"HAS_BRANCH": halves[0], "HAS_NORM": halves[1], "K": k, "GROUP": group}
+        flags = zip(("HAS_BRANCH", "BRANCH_NORM", "HAS_NORM", "HAS_SHIFT"), map(bool, halves), strict=True)
+        constants = dict(flags) | {"K": k, "GROUP": group}
         constants |= {"BLOCK_A": block_a, "BLOCK_B": block_b}
         compiled = _compile(module._residual_norm_kernel, types, constants, sm, module.warps(k), 3, options)
-        yield report("residual_norm", f"k{k} group{group} branch{halves[0]} norm{halves[1]}", sm, compiled)
+        yield report("residual_norm", f"k{k} group{group} halves{halves}", sm, compiled)
     module = kernels["quantize_swiglu_triton"]
     types = {"gate_ptr": "*bf16", "up_ptr": "*bf16", "q_ptr": INT8, "scale_ptr": FP32}
-    for k, group in ((12288, 0), (12288, 256), (10240, 256)):
+    for k, group in ((12288, 0), (12288, 256), (10240, 256), (16384, 0), (16384, 256)):
         block_a, block_b = module.row_blocks(k, group)
         constants = {"CUDA_EXP": True, "K": k, "GROUP": group, "BLOCK_A": block_a, "BLOCK_B": block_b}
-        compiled = _compile(
-            module._quantize_swiglu_kernel, types, constants, sm, module.row_warps(k, group), 3, options
-        )
+        compiled = _compile(module._quantize_swiglu_kernel, types, constants, sm, module.warps(k), 3, options)
         yield report("quantize_swiglu", f"k{k} group{group}", sm, compiled)
     module = kernels["rms_rope_triton"]
     names = ("q_ptr", "k_ptr", "q_weight_ptr", "k_weight_ptr", "q_out_ptr", "k_out_ptr")

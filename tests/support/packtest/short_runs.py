@@ -5,6 +5,7 @@ import dataclasses
 
 import torch
 from native_int8.nodes.int8 import host_backend, short_way
+from native_int8.nodes.int8.fusion import registry as fusion
 
 K, N = 256, 48
 
@@ -59,6 +60,20 @@ def call(model, *inputs, short=True):
     ):
         y = model(*inputs)
     return y, runs[0] if runs else None
+
+
+def fused_call(model, *arguments, fused=True):
+    """The same on the short way, with the blocks that are known fused or not."""
+    from comfy_kitchen.registry import registry
+
+    runs = []
+    with (
+        registry.use_backend("native_int8"),
+        short_way.inside(model, runs.append),
+        fusion.inside(model) if fused else contextlib.nullcontext(),
+    ):
+        y = model(*arguments)
+    return y, runs[0]
 
 
 def instance_attributes(model):
