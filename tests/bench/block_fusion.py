@@ -3,7 +3,7 @@
     COMFYUI_PATH=... python tests/bench/block_fusion.py [--json FILE] [--limit SECONDS]
 
 "bf16" is the float MODEL, "host" its INT8 twin on comfy_kitchen's kernels, "linear" the twin with our Linears only, "fused"
-with our blocks, "own rope" the same with our norm and rope of q and k in place of comfy_kitchen's. 256 text tokens, batch
+with our blocks, "host rope" the same with comfy_kitchen's norm and rope of q and k in place of ours. 256 text tokens, batch
 1, a mask that hides nothing given. "no mask" is "linear" called without the mask: what "fused", which drops it, must equal.
 First the kernels are compared with PyTorch's own operations, bit for bit.
 Contestants are interleaved; medians of 10 rounds after warm-up. Results are printed and written as they come; what the
@@ -162,7 +162,7 @@ def steps(comfy, results: Results, contestants: dict, pixels: int, rounds: int) 
     if "no mask" in inputs:
         inputs["no mask"].pop("attention_mask")
     outputs = {name: run(comfy, model, inputs[name]).float().flatten() for name, model in contestants.items()}
-    pairs = [("fused", "no mask"), ("fused", "linear"), ("linear", "no mask"), ("own rope", "fused")]
+    pairs = [("fused", "no mask"), ("fused", "linear"), ("linear", "no mask"), ("host rope", "fused")]
     pairs += [(name, "bf16") for name in ("host", "linear", "no mask", "fused")]
     cosine = {
         f"{a} / {b}": float(torch.nn.functional.cosine_similarity(outputs[a], outputs[b], dim=0)) for a, b in pairs
@@ -184,8 +184,8 @@ def steps(comfy, results: Results, contestants: dict, pixels: int, rounds: int) 
     results.note(f"{pixels} px ms: " + ", ".join(f"{k} {v:.1f}" for k, v in ms.items()) + f"; {ratios}")
 
 
-class OwnRope:
-    """A MODEL that runs fused with our rope, as on a CUDA for which comfy_kitchen has no kernel."""
+class HostRope:
+    """A MODEL that runs fused, but with comfy_kitchen's rope."""
 
     def __init__(self, model):
         self.model = model
@@ -193,16 +193,16 @@ class OwnRope:
     def run(self, comfy, inputs):
         from native_int8.nodes.int8.fusion import rope
 
-        host, rope._host_kernel = rope._host_kernel, lambda: None
+        real, rope._unfit = rope._unfit, lambda _: "for comparison"
         try:
             return forward(comfy, self.model, inputs)
         finally:
-            rope._host_kernel = host
+            rope._unfit = real
 
 
 def run(comfy, contestant, inputs):
-    """The output of a MODEL or an OwnRope."""
-    return contestant.run(comfy, inputs) if isinstance(contestant, OwnRope) else forward(comfy, contestant, inputs)
+    """The output of a MODEL or an HostRope."""
+    return contestant.run(comfy, inputs) if isinstance(contestant, HostRope) else forward(comfy, contestant, inputs)
 
 
 @torch.inference_mode()
@@ -229,7 +229,7 @@ def main() -> None:
     comfy.model_management.load_models_gpu([base, fused], force_full_load=True)
     results.note(f"{report.summary()}; {results.left():.0f} s left")
     contestants = {"bf16": base, "host": host, "linear": linear, "no mask": linear, "fused": fused}
-    contestants["own rope"] = OwnRope(fused)
+    contestants["host rope"] = HostRope(fused)
     for pixels in (1024, 768):
         if results.left() < 15:
             results.data["cut_off"].append(f"{pixels} px")

@@ -1,8 +1,9 @@
-"""The norm and rope of q and k for blocks that run fused, where ComfyUI would do it in separate PyTorch operations.
+"""The norm and rope of q and k for blocks that run fused: one pass of ours in place of comfy_kitchen's.
 
-ComfyUI asks comfy_kitchen for it by name. comfy_kitchen has one kernel for it on CUDA 13 and newer; below that its plain
-PyTorch backend makes a dozen passes in fp32. Ours is rounded as those passes are. It declines where comfy_kitchen has a
-kernel of its own, and outside of fused runs.
+ComfyUI asks comfy_kitchen for it by name. Its plain PyTorch backend makes a dozen passes in fp32, and its CUDA kernel is
+there for CUDA 13 and newer only. Ours is rounded as the plain one; at 4352 rows of 18 heads of 256 values an H200 takes
+60 us for it, 126 us with comfy_kitchen's CUDA kernel and 749 us with plain PyTorch (tests/bench/block_fusion.py). It
+declines outside of fused runs.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from ....kernels import rms_rope as rms_rope_of
 from ....kernels.dispatch import Int8Error
 from ....kernels.rms_rope import MAX_HEAD_DIM
 
-# backends of comfy_kitchen that have kernels of their own for it
-HOST_BACKENDS = ("cuda", "triton", "hip", "ascend")
 KEYS = frozenset({"q", "k", "freqs_cis", "q_scale", "k_scale", "epsilon", "rot_dim"})
 
 _thread = threading.local()
@@ -38,23 +37,14 @@ def inside():
 
 
 def refusal(function: str, kwargs: Mapping[str, Any]) -> str | None:
-    """None if the call can run here and has no kernel of the host's, else one sentence."""
+    """None if the call can run here, else one sentence."""
     if not kwargs:
         return None
     if not getattr(_thread, "on", False):
         return "the MODEL does not run fused"
     if not kwargs.keys() <= KEYS:
         return f"an argument of {function} is not known here: {', '.join(kwargs.keys() - KEYS)}"
-    host = _host_kernel()
-    if host is not None:
-        return f"comfy_kitchen's {host} backend has a kernel for {function}"
     return _unfit(kwargs)
-
-
-def _host_kernel() -> str | None:
-    from comfy_kitchen.registry import registry
-
-    return next((name for name in HOST_BACKENDS if registry.is_available(name)), None)
 
 
 def _unfit(kwargs: Mapping[str, Any]) -> str | None:
