@@ -307,3 +307,42 @@ def test_kernels_are_compiled_once_for_equal_blocks(model, monkeypatch):
     monkeypatch.setattr(gated.GatedBlock, "kernels", lambda block, device: as_on_a_gpu)
     assert [registry.compile_kernels(model, device, torch.bfloat16) for _ in range(2)] == [4, 0]
     assert len(calls) == 4
+
+
+def test_a_compiled_block_is_the_host_s_own(model):
+    import torch._dynamo.testing
+
+    x, freqs = torch.randn((1, 6, DIM)).bfloat16(), turns_of(6)
+    arguments = (x, None, freqs, torch.randn((1, 1, SIZES["adaln_dim"])).bfloat16())
+    expected, _ = call(model.layers[0], *arguments, fused=False)
+    counter = torch._dynamo.testing.CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(model.layers[0], backend=counter, fullgraph=False)
+    for _ in range(3):
+        got, run = call_inside(model, compiled, *arguments)
+        assert not run.fused and not run.unfused
+        assert torch.equal(got, expected)
+    graphs = counter.frame_count
+    call_inside(model, compiled, *arguments)
+    assert counter.frame_count == graphs
+
+
+def turns_of(tokens):
+    angle = torch.rand((1, tokens, 1, 32))
+    return torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).unflatten(-1, (2, 2))
+
+
+def call_inside(model, part, *arguments):
+    """Call a part of the model while the model runs."""
+    run = []
+
+    class Whole(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, *arguments):
+            run.append(short_way.current_run())
+            return part(*arguments)
+
+    return call(Whole(), *arguments)[0], run[0]
