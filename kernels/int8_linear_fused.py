@@ -17,6 +17,7 @@ from .capability import detect
 from .dispatch import LinearFacts, UnsupportedInput, choose_for
 from .int8_matmul import OUT_DTYPES, as_bias, as_scales, check_weight, matmul_2d
 from .launch import is_aligned, on_device
+from .packed_rows import parts_of
 from .quantize_rows import input_features, quantize_2d
 from .tiles import pick, sm_of
 
@@ -116,6 +117,50 @@ def int8_linear_swiglu(
                 q_x, x_scale, gate_weight, gate_scale, up_weight, up_scale, gate_bias, up_bias, y, tile, sm_of(device)
             )
     return y.reshape(*x.shape[:-1], n)
+
+
+def swiglu_of_rows(
+    x: torch.Tensor, rows: torch.Tensor | tuple, gate: tuple, up: tuple, implementation: str
+) -> torch.Tensor:
+    """silu(gate Linear) * (up Linear) of rows that were quantised before, rounded where separate operations round.
+
+    Arguments are trusted: Linears as PreparedLinear takes them, of one shape, with equal kinds of scales and biases.
+
+    Args:
+        x: [..., K] of the dtype of the output; not read.
+        rows: the quantised input, as PreparedLinear.with_rows takes it.
+        gate, up: (weight [N, K] int8, scale of 1 or N values float32, bias [N] or None) each.
+    Returns:
+        [..., N] in the dtype of x, equal to the two Linears followed by SiLU and the product.
+    """
+    k, n = x.shape[-1], gate[0].shape[0]
+    m = x.numel() // k
+    q_x, x_scale = parts_of(rows, m, k)
+    device = detect(x.device)
+    if implementation == "torch":
+        g, u = (matmul_2d(q_x, x_scale, *linear, x.dtype, implementation, device) for linear in (gate, up))
+        return (torch.nn.functional.silu(g) * u).view(*x.shape[:-1], n)
+    from .int8_matmul_fused_triton import int8_matmul_swiglu_triton
+
+    y = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    tile = pick(device, m, 2 * n, k)
+    (gate_w, gate_scale, gate_bias), (up_w, up_scale, up_bias) = gate, up
+    weights = (gate_w, gate_scale.view(-1), up_w, up_scale.view(-1), gate_bias, up_bias)
+    with on_device(x.device):
+        int8_matmul_swiglu_triton(q_x, x_scale, *weights, y.view(m, n), tile, sm_of(device), True)
+    return y
+
+
+def fits_swiglu(gate: tuple, up: tuple) -> bool:
+    """Whether `swiglu_of_rows` takes two Linears without copying a weight."""
+    (gate_w, gate_scale, gate_bias), (up_w, up_scale, up_bias) = gate, up
+    return (
+        gate_w.shape == up_w.shape
+        and gate_w.stride() == up_w.stride()
+        and gate_scale.numel() == up_scale.numel()
+        and (gate_bias is None) == (up_bias is None)
+        and is_aligned(gate_w.data_ptr(), up_w.data_ptr())
+    )
 
 
 def int8_linear_residual(

@@ -13,8 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .compiled import interpreted
 from .int8_matmul_triton import _accumulate, _scaled, _tile_of, check_compiled
 from .launch import Launcher, is_aligned
+from .quantize_swiglu_triton import silu_product
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -109,8 +111,13 @@ def _int8_matmul_swiglu_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    CUDA_EXP: tl.constexpr,
 ):
-    """One program per [BLOCK_M, BLOCK_N // 2] tile of y [m, n]; both weights are [n, k] with the same row stride."""
+    """One program per [BLOCK_M, BLOCK_N // 2] tile of y [m, n]; both weights are [n, k] with the same row stride.
+
+    STEPS: round to the type of y after each Linear, after SiLU and after the product, as separate operations do.
+    """
     HALF: tl.constexpr = BLOCK_N // 2
     tile_m, tile_n = _tile_of(tl.program_id(0), m, n, BLOCK_M, HALF, GROUP_M)
     # int64: M * K and M * N pass 2**31 at video sizes
@@ -149,7 +156,7 @@ def _int8_matmul_swiglu_kernel(
     up_scales = up_scale_ptr + start_n if ROW_SCALES else up_scale_ptr
     gate = _scaled(gate, x_scale, gate_scales, gate_bias_ptr + start_n, offs_n, mask_n, ROW_SCALES, HAS_BIAS)
     up = _scaled(up, x_scale, up_scales, up_bias_ptr + start_n, offs_n, mask_n, ROW_SCALES, HAS_BIAS)
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    y = silu_product(gate, up, y_ptr, CUDA_EXP) if STEPS else gate / (1.0 + tl.exp(-gate)) * up
     out = y_ptr + start_m * stride_ym + start_n + offs_m[:, None] * stride_ym + offs_n[None, :]
     tl.store(out, y.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 
@@ -191,11 +198,12 @@ def int8_matmul_residual_triton(q_x, x_scale, q_w, w_scale, bias, gate, residual
 
 
 def int8_matmul_swiglu_triton(
-    q_x, x_scale, gate_w, gate_scale, up_w, up_scale, gate_bias, up_bias, y, tile, sm: int = 0
+    q_x, x_scale, gate_w, gate_scale, up_w, up_scale, gate_bias, up_bias, y, tile, sm: int = 0, steps: bool = False
 ) -> None:
     """y [M, N] = silu(gate) * up, each q_x times its own weight [N, K] with its scale (1 or N values) and bias [N].
 
-    Both weights have the same row stride, both scales the same number of values, both biases exist or none.
+    Both weights have the same row stride, both scales the same number of values, both biases exist or none. steps: round
+    where separate operations in the dtype of y round.
     """
     m, k = q_x.shape
     n = gate_w.shape[0]
@@ -204,13 +212,13 @@ def int8_matmul_swiglu_triton(
     has_bias = gate_bias is not None
     even_k = k % tile.block_k == 0
     biases = (gate_bias, up_bias) if has_bias else (gate_scale, up_scale)
-    key = (y.device.index, tile, n, k, strides, y.dtype, biases[0].dtype, biases[1].dtype, row_scales, has_bias)
+    key = (y.device.index, tile, n, k, strides, y.dtype, biases[0].dtype, biases[1].dtype, row_scales, has_bias, steps)
     _launch_swiglu(
         -(-m // tile.block_m) * -(-n // (tile.block_n // 2)),
         key,
         is_aligned(*(t.data_ptr() for t in (q_x, gate_w, up_w, x_scale, gate_scale, up_scale, y, *biases))),
         (q_x, x_scale, gate_w, up_w, gate_scale, up_scale, *biases, y, m, n, k, *strides, row_scales, has_bias,
-         tile.block_m, tile.block_n, tile.block_k, tile.group_m, even_k),
+         tile.block_m, tile.block_n, tile.block_k, tile.group_m, even_k, steps, not interpreted()),
         _options(tile),
         lambda compiled: check_compiled(compiled, sm, tile, k),
     )  # fmt: skip

@@ -15,6 +15,16 @@ from .quantize_rows_triton import quantize_blocks, row_blocks
 
 
 @triton.jit
+def silu_product(gate, up, like_ptr, CUDA_EXP: tl.constexpr):
+    """silu(gate) * up of fp32 values, each rounded to the type of like_ptr first, and after SiLU and product; as fp32."""
+    gate = gate.to(like_ptr.dtype.element_ty).to(tl.float32)
+    up = up.to(like_ptr.dtype.element_ty).to(tl.float32)
+    exp = libdevice.exp(-gate) if CUDA_EXP else tl.exp(-gate)
+    silu = tl.math.div_rn(gate, 1.0 + exp).to(like_ptr.dtype.element_ty).to(tl.float32)
+    return (silu * up).to(like_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def _product(gate_ptr, up_ptr, offs, K: tl.constexpr, MASKED: tl.constexpr, CUDA_EXP: tl.constexpr):
     """silu(gate) * up of columns offs, rounded after each of both, as fp32."""
     if MASKED:
@@ -23,9 +33,7 @@ def _product(gate_ptr, up_ptr, offs, K: tl.constexpr, MASKED: tl.constexpr, CUDA
     else:
         gate = tl.load(gate_ptr + offs).to(tl.float32)
         up = tl.load(up_ptr + offs).to(tl.float32)
-    exp = libdevice.exp(-gate) if CUDA_EXP else tl.exp(-gate)
-    silu = tl.math.div_rn(gate, 1.0 + exp).to(gate_ptr.dtype.element_ty).to(tl.float32)
-    return (silu * up).to(gate_ptr.dtype.element_ty).to(tl.float32)
+    return silu_product(gate, up, gate_ptr, CUDA_EXP)
 
 
 @triton.jit
@@ -71,5 +79,6 @@ def quantize_swiglu_triton(gate, up, q, scale, rotation_group: int) -> None:
         (gate.device.index, gate.dtype, constants),
         is_aligned(*[t.data_ptr() for t in tensors]),
         (*tensors, *constants),
-        {"num_warps": warps(k), "enable_fp_fusion": False},
+        # as quantize_rows, so that the codes are its codes
+        {"num_warps": warps(k), "enable_fp_fusion": rotation_group > 0},
     )

@@ -174,6 +174,6 @@ def residual_norm_triton(x, branch, out, norm, q, scale, rotation_group: int) ->
         (x.device.index, x.dtype, branch_weight.dtype, norm_weight.dtype, branch_eps, norm_eps, strides, constants),
         is_aligned(*[t.data_ptr() for t in tensors]),
         (*tensors, branch_eps, norm_eps, m // gate.shape[0], m // mod.shape[0], *strides, *constants),
-        # without fused multiply-adds every step is rounded as PyTorch rounds it
-        {"num_warps": warps(k), "enable_fp_fusion": False},
+        # as quantize_rows, so that the codes are its codes; the steps before are rounded too often to be fused
+        {"num_warps": warps(k), "enable_fp_fusion": rotation_group > 0},
     )

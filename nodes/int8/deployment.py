@@ -99,7 +99,11 @@ HOPPER = Outlook(
     "INT8 wins moderately; FP8 is at least as fast here.",
     "bf16 is fast on Hopper, so attention and the small operations take most of a step.",
     (
-        Claim("Ideogram 4 class, one forward at 1024 px: 178.7 ms bf16, 118.1 ms INT8 and fused (1.51x).", MEASURED, "H200"),
+        Claim(
+            "Ideogram 4 class, one forward at 1024 px: 178.7 ms bf16, 118.1 ms INT8 and fused (1.51x).",
+            MEASURED,
+            "H200",
+        ),
         Claim("The same at 768 px: 92.6 ms bf16, 72.2 ms INT8 (1.28x).", MEASURED, "H200"),
         Claim(
             "Linears of large models with 2048 rows or more: INT8 1.53x, worst 1.18; FP8 1.67x (geometric means, 90 shapes).",

@@ -139,6 +139,38 @@ def static_kind(module: torch.nn.Module, device: torch.device) -> tuple | None:
     return device, implementation, columns, group, None
 
 
+def resident_parts(module: torch.nn.Module, input: torch.Tensor) -> tuple | None:
+    """(codes, scale, bias) of an INT8 Linear that lies on the input's device as it is; None when the host has to do anything.
+
+    For a caller that multiplies without calling the Linear.
+    """
+    weight, bias, attributes = module._parameters.get("weight"), module._parameters.get("bias"), module.__dict__
+    if (
+        "_v" in attributes
+        or BRANCH in attributes
+        or module.weight_function
+        or module.bias_function
+        or getattr(module, "comfy_force_cast_weights", False)
+        or getattr(module, "_full_precision_mm", False)
+        or getattr(module, "pre_quant_scale", None) is not None
+        or _unfit_input(input, bias) is not None
+        or (bias is not None and bias.dtype != input.dtype)
+        or getattr(weight, "_layout_cls", None) != LAYOUT
+    ):
+        return None
+    codes, params = weight._qdata, weight._params
+    scale = params.scale
+    fits = (
+        codes.device == scale.device == input.device
+        and codes.shape[1] == input.shape[-1]
+        and codes.stride(1) == 1
+        and scale.dtype == torch.float32
+        and scale.is_contiguous()
+        and not getattr(params, "transposed", False)
+    )
+    return (codes, scale, bias) if fits else None
+
+
 def _seats(diffusion_model: torch.nn.Module) -> _Seats:
     # a compiled model has the real one inside
     diffusion_model = getattr(diffusion_model, "_orig_mod", diffusion_model)

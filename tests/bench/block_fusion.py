@@ -102,20 +102,31 @@ def rope_alone(results: Results) -> None:
 
 
 def feed_forward_alone(results: Results) -> None:
-    """w1 and w3 with SiLU and quantising behind them: two matmuls and one pass, or one matmul and a quantisation."""
-    from native_int8.kernels import PreparedLinear, int8_linear_swiglu, quantize_rows, quantize_swiglu
+    """From the rows of w1 and w3 to those of w2: two matmuls and one pass, or SiLU in the matmul's epilogue, then quantise."""
+    from native_int8.kernels import PreparedLinear, quantize_rows, quantize_swiglu
+    from native_int8.kernels.int8_linear_fused import swiglu_of_rows
+    from native_int8.kernels.packed_rows import parts_of
 
     x = torch.randn((M, DIM), device="cuda", dtype=torch.bfloat16)
-    weights = [quantize_rows(torch.randn((HIDDEN, DIM), device="cuda")) for _ in range(2)]
+    weights = [quantize_rows(torch.randn((HIDDEN, DIM), device="cuda") * DIM**-0.5) for _ in range(2)]
     first, second = (PreparedLinear(*weight) for weight in weights)
+    rows = first.with_rows(x, *weights[0])[1]
+    linears = [(*weight, None) for weight in weights]
+    table, differs = {}, {}
+    for group in (0, 256):
 
-    def two():
-        gate, rows = first.with_rows(x, *weights[0])
-        return quantize_swiglu(gate, second.with_rows(x, *weights[1], None, rows)[0])
+        def two(group=group):
+            gate, up = (
+                linear.with_rows(x, *w, None, rows)[0] for linear, w in ((first, weights[0]), (second, weights[1]))
+            )
+            return quantize_swiglu(gate, up, rotation_group=group)
 
-    calls = {"two": two, "epilogue": lambda: quantize_rows(int8_linear_swiglu(x, *weights[0], *weights[1]))}
-    us = Timer().medians_us(calls, rounds=11)
-    results.note(f"w1, w3 and SiLU at {M} rows, us: two {us['two']:.0f}, epilogue {us['epilogue']:.0f}", swiglu_us=us)
+        def epilogue(group=group):
+            return quantize_rows(swiglu_of_rows(x, rows, *linears, "triton"), rotation_group=group)
+
+        differs[group] = differing(parts_of(two(), M, HIDDEN)[0], epilogue()[0])
+        table[group] = Timer().medians_us({"two": two, "epilogue": epilogue}, rounds=11)
+    results.note(f"w1, w3 and SiLU at {M} rows, us: {table}; codes that differ: {differs}", swiglu_us=table)
 
 
 def class_of(kernel: str) -> str:

@@ -298,6 +298,7 @@ def test_kernels_are_compiled_once_for_equal_blocks(model, monkeypatch):
     calls = []
     monkeypatch.setattr(gated, "residual_norm", lambda *args, **kwargs: calls.append(kwargs))
     monkeypatch.setattr(gated, "quantize_swiglu", lambda *args, **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(gated, "swiglu_of_rows", lambda *args: calls.append(args))
     monkeypatch.setattr(registry, "_compiled", set())
     device = torch.device("cpu")
     # in these tests the kernels run in plain PyTorch, where there is nothing to compile
@@ -305,8 +306,8 @@ def test_kernels_are_compiled_once_for_equal_blocks(model, monkeypatch):
     kind = registry._seats(model).blocks[0].kernels(device)
     as_on_a_gpu = (kind[0], *((k[0], "triton", *k[2:]) for k in kind[1:]))
     monkeypatch.setattr(gated.GatedBlock, "kernels", lambda block, device: as_on_a_gpu)
-    assert [registry.compile_kernels(model, device, torch.bfloat16) for _ in range(2)] == [4, 0]
-    assert len(calls) == 4
+    assert [registry.compile_kernels(model, device, torch.bfloat16) for _ in range(2)] == [5, 0]
+    assert len(calls) == 5
 
 
 def test_a_compiled_block_is_the_host_s_own(model):

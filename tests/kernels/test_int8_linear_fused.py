@@ -3,6 +3,7 @@
 import pytest
 import torch
 from native_int8.kernels import (
+    PreparedLinear,
     UnsupportedInput,
     int8_linear_fused,
     int8_linear_residual,
@@ -10,7 +11,8 @@ from native_int8.kernels import (
     quantize_rows,
     reference,
 )
-from packtest.checks import assert_close
+from native_int8.kernels.int8_linear_fused import fits_swiglu, swiglu_of_rows
+from packtest.checks import assert_close, assert_same
 from packtest.shapes import activation, generator
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
@@ -113,3 +115,36 @@ def test_what_does_not_fit_is_refused(device):
                 residual=torch.zeros(residual, dtype=torch.float16, device=device),
                 gate=None if gate is None else torch.ones(gate, device=device),
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 48), (33, 127, 40), (17, 256, 130)])
+def test_swiglu_of_rows_rounds_as_two_linears_do(m, k, n, bias, dtype, impl, device):
+    """Equal to two Linears, SiLU and a product, each in the dtype of x."""
+    g = generator(4, str(device))
+    x = torch.randn((m, k), generator=g, device=device).to(dtype)
+    linears = []
+    for _ in range(2):
+        codes, scale = quantize_rows(torch.randn((n, k), generator=g, device=device))
+        vector = torch.randn(n, generator=g, device=device).to(dtype) if bias else None
+        linears.append((codes, scale, vector))
+    assert fits_swiglu(*linears)
+    prepared = PreparedLinear(linears[0][0], linears[0][1], implementation=impl)
+    gate, rows = prepared.with_rows(x, *linears[0])
+    up = prepared.with_rows(x, *linears[1], rows)[0]
+    expected = torch.nn.functional.silu(gate) * up
+    got = swiglu_of_rows(torch.full_like(x, float("nan")), rows, *linears, impl)
+    if impl == "triton" and device.type == "cpu":
+        # NumPy's exponential is another than PyTorch's
+        assert_close(got, expected, 1e-3, "y")
+    else:
+        assert_same(got, expected, "y")
+
+
+def test_weights_that_lie_differently_do_not_fit(device):
+    codes, scale = quantize_rows(torch.randn((48, 64), device=device))
+    one, wide = (codes, scale, None), torch.empty((48, 80), dtype=torch.int8, device=device)
+    for other in ((codes[:8], scale[:8], None), (wide[:, :64], scale, None), (codes, scale[:1], None)):
+        assert not fits_swiglu(one, other)
+    assert not fits_swiglu(one, (codes, scale, torch.zeros(48, device=device)))

@@ -15,6 +15,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from ....kernels.int8_linear_fused import fits_swiglu, swiglu_of_rows
+from ....kernels.packed_rows import empty_rows
 from ....kernels.quantize_swiglu import quantize_swiglu
 from ....kernels.residual_norm import Branch, Norm, modulated_norm_torch, residual_norm
 from .. import short_way
@@ -117,7 +119,13 @@ class GatedBlock:
         residual_norm(x, Branch(x, *vectors.attention), vectors.second, **_static(gate))
         residual_norm(x, Branch(x, *vectors.feed_forward), implementation=gate[1])
         quantize_swiglu(hidden, hidden, **_static(down))
-        return 4
+        # as many rows as a picture has, for its tile
+        x = torch.zeros((1, 2048, gate[2]), dtype=dtype, device=gate[0])
+        codes = torch.zeros((down[2], gate[2]), dtype=torch.int8, device=gate[0])
+        scale = torch.zeros((self._linears[-3].weight._params.scale.numel(), 1), device=gate[0])
+        rows = empty_rows(2048, gate[2], gate[0], gate[1])[0].zero_()
+        swiglu_of_rows(x, rows, (codes, scale, None), (codes, scale, None), gate[1])
+        return 5
 
     def zeros(self, x: torch.Tensor) -> Vectors:
         """Vectors like those of `vectors`, made of zeros."""
@@ -157,6 +165,12 @@ class GatedBlock:
 
         h, rows = residual_norm(x, Branch(y.contiguous(), *vectors.attention), second, **_static(kinds[-3]))
         given = shared.given = Given(h, rows, kinds[-3], lambda: _normed(h, second))
+        product = self._product(run, h, rows, kinds[-3])
+        if product is not None:
+            shared.given = None
+            del rows, given, y
+            y = down_linear(product)
+            return residual_norm(h, Branch(y.contiguous(), *vectors.feed_forward), implementation=kinds[-1][1])[0]
         gate, up = gate_linear(h), up_linear(h)
         if given.used != 2:
             return "the feed-forward did not take the rows that were made for it"
@@ -169,6 +183,16 @@ class GatedBlock:
         if given.used != 1:
             return "the feed-forward did not take the rows that were made for it"
         return residual_norm(h, Branch(y.contiguous(), *vectors.feed_forward), implementation=kinds[-1][1])[0]
+
+    def _product(self, run, h, rows, kind) -> torch.Tensor | None:
+        """silu(gate) * up in the epilogue of one matmul, when both Linears lie there as they are; else None."""
+        gate, up = (short_way.resident_parts(linear, h) for linear in self._linears[-3:-1])
+        if gate is None or up is None or not fits_swiglu(gate, up):
+            return None
+        run.ways[short_way.RESIDENT] += 2
+        run.calls[kind[1]] += 2
+        run.shared.spared += 2
+        return swiglu_of_rows(h, rows, gate, up, kind[1])
 
 
 def _owner(module: torch.nn.Module, where: str):

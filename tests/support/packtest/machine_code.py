@@ -220,7 +220,8 @@ def fused_reports(kernels, sm: int):
         }  # fmt: skip
         options = {"enable_fp_fusion": False}
         fn = module._int8_matmul_swiglu_kernel
-        compiled = _compile(fn, swiglu, constants, sm, tile.warps, tile.stages, options)
+        steps = {"STEPS": True, "CUDA_EXP": True}
+        compiled = _compile(fn, swiglu, constants | steps, sm, tile.warps, tile.stages, options)
         yield report("int8_matmul_swiglu", tile.name, sm, compiled)
         fn = module._int8_matmul_residual_kernel
         compiled = _compile(fn, residual, {**constants, "GATES": 1}, sm, tile.warps, tile.stages, options)
