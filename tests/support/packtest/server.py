@@ -150,7 +150,14 @@ class Server:
             )
 
 
-def start(base_dir, packs: Mapping[str, Path], extra_args: Iterable[str] = (), timeout_s: float = 300) -> Server:
+def start(
+    base_dir,
+    packs: Mapping[str, Path],
+    extra_args: Iterable[str] = (),
+    timeout_s: float = 300,
+    python: str | None = None,
+    prefix: Iterable[str] = (),
+) -> Server:
     """Start ComfyUI with `base_dir` as its base directory and wait until it answers.
 
     Without a CUDA device it is started with --cpu.
@@ -159,6 +166,8 @@ def start(base_dir, packs: Mapping[str, Path], extra_args: Iterable[str] = (), t
         base_dir: folder for models, custom nodes, input, output and user data; made if missing.
         packs: folder name under custom_nodes -> pack folder; linked, not copied.
         extra_args: more of main.py's arguments.
+        python: the interpreter, instead of PYTHON.
+        prefix: a command that runs the interpreter, such as ("nice",).
     Raises:
         ServerError: COMFYUI_PATH is unset or wrong, or the server does not answer; the log's end is in the message.
     """
@@ -175,8 +184,18 @@ def start(base_dir, packs: Mapping[str, Path], extra_args: Iterable[str] = (), t
         if not link.exists():
             link.symlink_to(Path(folder).resolve(), target_is_directory=True)
     port = _free_port()
-    python = os.environ.get("PYTHON", sys.executable)
-    command = [python, "main.py", "--listen", "127.0.0.1", "--port", str(port), "--base-directory", str(base_dir)]
+    python = python or os.environ.get("PYTHON", sys.executable)
+    command = [
+        *prefix,
+        python,
+        "main.py",
+        "--listen",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--base-directory",
+        str(base_dir),
+    ]
     command += ["--disable-api-nodes", "--disable-auto-launch", "--database-url", "sqlite:///:memory:"]
     command += [] if _has_cuda(python) else ["--cpu"]
     command += list(extra_args)
