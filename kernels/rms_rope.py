@@ -3,8 +3,8 @@
     n = rms_norm(head);  out = (f00 * n0 + f01 * n1, f10 * n0 + f11 * n1) for each pair (n0, n1)
 
 Pairs are (i, i + D / 2) when `split_half`, else (2 i, 2 i + 1). The norm is rounded to the dtype of q, the rotation is
-fp32 and rounded once, as PyTorch's operations do one after the other; the sum of squares is added up in the order of
-PyTorch's CUDA kernel.
+fp32, a product and a fused multiply-add, and rounded once. The order of additions is that of PyTorch's CUDA operations
+(a product, then addcmul), or, `by_lane`, that of a CUDA kernel in which a warp norms and rotates a head.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ def rms_rope_torch(
 ) -> torch.Tensor:
     """x [B, L, H, D], freqs [B or 1, L, D / 2, 2, 2] fp32 -> [B, L, H, D] in the dtype of x, step by step."""
     normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps).float()
-    pairs = normed.unflatten(-1, (2, -1)).transpose(-2, -1) if split_half else normed.unflatten(-1, (-1, 2))
-    out = freqs.unsqueeze(2)[..., 0] * pairs[..., :1] + freqs.unsqueeze(2)[..., 1] * pairs[..., 1:]
-    return (out.transpose(-2, -1) if split_half else out).reshape(x.shape).to(x.dtype)
+    first, second = normed.chunk(2, -1) if split_half else (normed[..., ::2], normed[..., 1::2])
+    (f00, f01), (f10, f11) = (row.unbind(-1) for row in freqs.unsqueeze(2).unbind(-2))
+    out = [torch.addcmul(f00 * first, f01, second)]
+    # as PyTorch code in use does: with the diagonal first for halves, with the column first for neighbours
+    out += [torch.addcmul(f11 * second, f10, first) if split_half else torch.addcmul(f10 * first, f11, second)]
+    return (torch.cat(out, -1) if split_half else torch.stack(out, -1).flatten(-2)).to(x.dtype)
 
 
 def rms_rope(
@@ -38,6 +41,7 @@ def rms_rope(
     eps: float,
     *,
     split_half: bool,
+    by_lane: bool = False,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm and rotate the heads of q and k.
@@ -49,6 +53,7 @@ def rms_rope(
         q_weight, k_weight: [D] of that dtype, contiguous.
         eps: added to the mean of squares.
         split_half: how values pair up.
+        by_lane: the order of additions, see above; "triton" only.
         implementation: "triton" or "torch", to ask for exactly that one.
     Returns:
         q and k, newly made, contiguous.
@@ -87,5 +92,5 @@ def rms_rope(
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
     with on_device(q.device):
-        rms_rope_triton(q, k, freqs, q_weight, k_weight, eps, split_half, *out)
+        rms_rope_triton(q, k, freqs, q_weight, k_weight, eps, split_half, by_lane, *out)
     return out

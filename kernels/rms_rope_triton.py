@@ -14,6 +14,22 @@ from .residual_norm_triton import inverse_rms
 HEADS_PER_PROGRAM = 6
 
 
+@triton.jit
+def _inverse_rms_by_lane(x_ptr, eps, D: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps): each lane adds up every 32nd value, then a tree over the lanes."""
+    offs = tl.arange(0, 32)
+    acc = tl.zeros((32,), dtype=tl.float32)
+    for chunk in tl.static_range((D + 31) // 32):
+        v = tl.load(x_ptr + chunk * 32 + offs, mask=chunk * 32 + offs < D, other=0.0).to(tl.float32)
+        acc = acc + v * v
+    # lanes that are 16, 8, 4, 2, 1 apart
+    acc = tl.sum(tl.reshape(acc, (2, 16)), axis=0)
+    acc = tl.sum(tl.reshape(acc, (2, 8)), axis=0)
+    acc = tl.sum(tl.reshape(acc, (2, 4)), axis=0)
+    acc = tl.sum(tl.reshape(acc, (2, 2)), axis=0)
+    return tl.rsqrt(tl.math.div_rn(tl.sum(acc, axis=0), D * 1.0) + eps)
+
+
 @triton.jit(do_not_specialize=["length", "q_heads", "k_heads", "freqs_batch"])
 def _rms_rope_kernel(
     q_ptr,
@@ -35,6 +51,7 @@ def _rms_rope_kernel(
     stride_kl,
     stride_kh,
     SPLIT_HALF: tl.constexpr,
+    BY_LANE: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
@@ -69,14 +86,17 @@ def _rms_rope_kernel(
     weight_0 = tl.load(weight_ptr + at_0, mask=inside, other=0.0).to(tl.float32)
     weight_1 = tl.load(weight_ptr + at_1, mask=inside, other=0.0).to(tl.float32)
     for _ in range(0, tl.minimum(HEADS, heads - first)):
-        inverse = inverse_rms(x_ptr, eps, D)
+        inverse = _inverse_rms_by_lane(x_ptr, eps, D) if BY_LANE else inverse_rms(x_ptr, eps, D)
         x_0 = tl.load(x_ptr + at_0, mask=inside, other=0.0).to(tl.float32)
         x_1 = tl.load(x_ptr + at_1, mask=inside, other=0.0).to(tl.float32)
         # the norm's output is rounded before the rotation
         x_0 = (weight_0 * (inverse * x_0)).to(out_ptr.dtype.element_ty).to(tl.float32)
         x_1 = (weight_1 * (inverse * x_1)).to(out_ptr.dtype.element_ty).to(tl.float32)
-        tl.store(out_ptr + at_0, (f00 * x_0 + f01 * x_1).to(out_ptr.dtype.element_ty), mask=inside)
-        tl.store(out_ptr + at_1, (f10 * x_0 + f11 * x_1).to(out_ptr.dtype.element_ty), mask=inside)
+        # which of the two products is rounded before they are added
+        out_0 = tl.fma(f00, x_0, f01 * x_1) if BY_LANE else tl.fma(f01, x_1, f00 * x_0)
+        out_1 = tl.fma(f10, x_0, f11 * x_1) if BY_LANE or SPLIT_HALF else tl.fma(f11, x_1, f10 * x_0)
+        tl.store(out_ptr + at_0, out_0.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + at_1, out_1.to(out_ptr.dtype.element_ty), mask=inside)
         x_ptr += stride
         out_ptr += D
 
@@ -84,19 +104,19 @@ def _rms_rope_kernel(
 _launch = Launcher(_rms_rope_kernel)
 
 
-def rms_rope_triton(q, k, freqs, q_weight, k_weight, eps: float, split_half: bool, q_out, k_out) -> None:
+def rms_rope_triton(q, k, freqs, q_weight, k_weight, eps: float, split_half: bool, by_lane: bool, q_out, k_out) -> None:
     """q, k [B, L, H, D] with D side by side, freqs [B or 1, L, D / 2, 2, 2] fp32 -> q_out, k_out contiguous; not empty."""
     batch, length, q_heads, dim = q.shape
     k_heads = k.shape[2]
     parts = -(-q_heads // HEADS_PER_PROGRAM) + -(-k_heads // HEADS_PER_PROGRAM)
     strides = (*q.stride()[:3], *k.stride()[:3])
-    constants = (split_half, dim, triton.next_power_of_2(dim // 2), HEADS_PER_PROGRAM)
+    constants = (split_half, by_lane, dim, triton.next_power_of_2(dim // 2), HEADS_PER_PROGRAM)
     tensors = (q, k, freqs, q_weight, k_weight, q_out, k_out)
     _launch(
         batch * length * parts,
         (q.device.index, q.dtype, eps, strides, constants),
         is_aligned(*[t.data_ptr() for t in tensors]),
         (*tensors, eps, length, q_heads, k_heads, freqs.shape[0], *strides, *constants),
-        # without fused multiply-adds the rotation is PyTorch's, product by product
+        # the multiply-adds that are fused are written out
         {"num_warps": 1, "enable_fp_fusion": False},
     )

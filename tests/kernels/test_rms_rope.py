@@ -30,25 +30,27 @@ def meaning(x, freqs, weight, split_half):
     return torch.cat(out, -1) if split_half else torch.stack(out, -1).flatten(-2)
 
 
+@pytest.mark.parametrize("by_lane", [True, False])
 @pytest.mark.parametrize("split_half", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_norms_and_rotates(shape, split_half, impl, device):
+def test_norms_and_rotates(shape, split_half, by_lane, impl, device):
     for images in {1, shape[0]}:
         q, k, freqs, *weights = operands(*shape, torch.float32, device, images)
-        got = rms_rope(q, k, freqs, *weights, EPS, split_half=split_half, implementation=impl)
+        got = rms_rope(q, k, freqs, *weights, EPS, split_half=split_half, by_lane=by_lane, implementation=impl)
         for out, x, weight, name in zip(got, (q, k), weights, "qk", strict=True):
             assert out.is_contiguous() and out.shape == x.shape
             assert_close(out, meaning(x, freqs, weight, split_half), 1e-6, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("split_half", [True, False])
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-def test_rounds_where_pytorch_rounds(shape, dtype, impl, device):
+def test_rounds_where_pytorch_rounds(shape, split_half, dtype, impl, device):
     """On a GPU equal to the bit, the order of the sum of squares included."""
     q, k, freqs, *weights = operands(*shape, dtype, device)
-    got = rms_rope(q, k, freqs, *weights, EPS, split_half=True, implementation=impl)
+    got = rms_rope(q, k, freqs, *weights, EPS, split_half=split_half, implementation=impl)
     for out, x, weight, name in zip(got, (q, k), weights, "qk", strict=True):
-        expected = rms_rope_torch(x, freqs, weight, EPS, True)
+        expected = rms_rope_torch(x, freqs, weight, EPS, split_half)
         if impl == "triton" and device.type == "cpu":
             # the interpreter truncates to bfloat16 and adds in an order of its own
             assert_close(out, expected, 0.02 if dtype == torch.bfloat16 else 1e-3, name)

@@ -86,7 +86,15 @@ def rms_rope(q, k, freqs_cis, q_scale, k_scale=None, epsilon=1e-6):
 
 def _run(q, k, freqs, q_weight, k_weight, eps, split_half):
     k_weight = q_weight if k_weight is None else k_weight
-    return rms_rope_of(q, k, freqs[:, :, 0], q_weight, k_weight, float(eps), split_half=split_half)
+    like_host = {"split_half": split_half, "by_lane": _host_has_a_kernel()}
+    return rms_rope_of(q, k, freqs[:, :, 0], q_weight, k_weight, float(eps), **like_host)
+
+
+def _host_has_a_kernel() -> bool:
+    """Whether comfy_kitchen would run its CUDA kernel, whose order of additions is another than its plain PyTorch's."""
+    from comfy_kitchen.registry import registry
+
+    return registry.is_available("cuda")
 
 
 FUNCTIONS = {"rms_rope": rms_rope, "rms_rope_split_half": rms_rope_split_half}

@@ -296,7 +296,13 @@ def block_reports(kernels, sm: int):
     numbers = ("length", "q_heads", "k_heads", "freqs_batch")
     types |= dict.fromkeys((*numbers, *(f"stride_{x}{d}" for x in "qk" for d in "blh")), "i32")
     for dim, split_half in ((256, True), (128, False)):
-        constants = {"SPLIT_HALF": split_half, "D": dim, "HALF": dim // 2, "HEADS": module.HEADS_PER_PROGRAM}
+        constants = {
+            "SPLIT_HALF": split_half,
+            "BY_LANE": split_half,
+            "D": dim,
+            "HALF": dim // 2,
+            "HEADS": module.HEADS_PER_PROGRAM,
+        }
         compiled = _compile(module._rms_rope_kernel, types, constants, sm, 1, 3, options)
         yield report("rms_rope", f"d{dim} split_half{split_half}", sm, compiled)
 
