@@ -6,7 +6,8 @@ from native_int8.nodes.int8 import host_backend
 from packtest.host_parts import fill, turns
 from torch._dynamo.utils import counters
 
-from .test_fusion import DIM, SIZES, Blocks, call, inputs, model
+from .test_fusion import SIZES, call, inputs, model
+from .test_fusion_blocks import DIM, Blocks
 
 pytestmark = pytest.mark.comfy
 __all__ = ["model"]
