@@ -16,7 +16,8 @@ demo:
 	@$(ENV) "$$PYTHON" tests/demo/run.py $(DEMO)
 
 test:
-	@$(ENV) export NATIVE_INT8_TRITONS=$$(bash .ci/tritons) NATIVE_INT8_REAL_DATA=$$(bash .ci/real_data) && $(PYTEST) -ra $(TEST)
+	@$(ENV) export NATIVE_INT8_TRITONS=$$(bash .ci/tritons) NATIVE_INT8_REAL_DATA=$$(bash .ci/real_data) \
+		NATIVE_INT8_CHROMIUM=$$(bash .ci/chromium) NATIVE_INT8_COMFY_CLI=$$(bash .ci/comfy_cli) && $(PYTEST) -ra $(TEST)
 
 style:
 	@$(ENV) "$$PYTHON" -m ruff check . && "$$PYTHON" -m ruff format --check .
