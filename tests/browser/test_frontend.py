@@ -122,6 +122,8 @@ def test_emoji_is_drawn_on_int8(ui):
     assert ui.wait_for_pictures("SaveImage") == [(128, 128)] * 3
     assert "layers INT8" in ui.text_on_node("LoadDiTNativeINT8")
     assert "layers INT8" in ui.text_on_node("INT8PatchModel")
+    # nodes grow by the text that they show
+    assert ui.overlaps() == []
     ui.close_panel()
     ui.fit()
     ui.screenshot("emoji demo")

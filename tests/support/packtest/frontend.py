@@ -253,6 +253,17 @@ class Frontend:
             node_type,
         )
 
+    def overlaps(self) -> list[tuple[str, str]]:
+        """Pairs of types of nodes that cover each other, as tall as they are now."""
+        title = 30
+        boxes = self.page.evaluate("app.graph._nodes.map(n => [n.type, ...n.pos, ...n.size])")
+        found = []
+        for i, (a, ax, ay, aw, ah) in enumerate(boxes):
+            for b, bx, by, bw, bh in boxes[i + 1 :]:
+                if ax < bx + bw and bx < ax + aw and ay - title < by + bh and by - title < ay + ah:
+                    found.append((a, b))
+        return found
+
     def fit(self):
         """Show the whole graph."""
         self.page.evaluate("app.canvas.deselectAll(); app.extensionManager.command.execute('Comfy.Canvas.FitView')")
