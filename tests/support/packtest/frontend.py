@@ -125,10 +125,24 @@ class Frontend:
         """Switch between nodes drawn on the canvas and nodes of HTML ("Nodes 2.0")."""
         self.page.evaluate("on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", on)
 
+    def _open_search(self, x: int, y: int, attempts: int = 4):
+        """Double-click the canvas until the search is there: a page that is still busy loses a click."""
+        from playwright.sync_api import TimeoutError as NotThere
+
+        found = self.page.locator("[role=dialog] input[type=text]")
+        for left in reversed(range(attempts)):
+            self.page.mouse.dblclick(x, y)
+            try:
+                found.wait_for(timeout=5_000 if left else None)
+                return
+            except NotThere:
+                if not left:
+                    raise
+
     def add_by_search(self, text: str, x: int, y: int):
         """Double-click the canvas, type, take the first result, and click where the node should lie."""
         before = len(self.nodes())
-        self.page.mouse.dblclick(x, y)
+        self._open_search(x, y)
         self.page.locator("[role=dialog] input[type=text]").fill(text)
         self.page.get_by_test_id("result-item").filter(has_text=text).first.wait_for()
         self.page.keyboard.press("Enter")
