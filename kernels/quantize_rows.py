@@ -37,7 +37,7 @@ def quantize_rows_torch(
     """The op in PyTorch, for any device: x [M, K] float -> q [M, K] int8, scale [M] fp32, in chunks of rows."""
     on_cpu, k = x.device.type == "cpu", q.shape[1]
     chunk_bytes = CPU_CHUNK_BYTES_PER_THREAD * torch.get_num_threads() if on_cpu else CHUNK_BYTES
-    rows = min(max(1, chunk_bytes // (4 * max(k, 1))), x.shape[0])
+    rows = max(1, min(chunk_bytes // (4 * max(k, 1)), x.shape[0]))
     # a CPU spends more on new memory, page by page, than on the numbers in it
     spare = [torch.empty(rows * k) for _ in range(2 if rotation_group else 1)] if on_cpu else []
     amax = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)

@@ -50,12 +50,12 @@ def test_one_wrong_sum_and_one_stray_write_are_seen(bench, device):
     assert checker.check(shape, SEED) == []
     real = checker.matmul
 
-    def off_by_one(q_x, x_scale, q_w, w_scale, bias, y, tile, sm):
-        real(q_x, x_scale, q_w, w_scale, bias, y, tile, sm)
+    def off_by_one(q_x, x_scale, q_w, w_scale, bias, y, *tile):
+        real(q_x, x_scale, q_w, w_scale, bias, y, *tile)
         y[19, 23] += 1
 
-    def stray(q_x, x_scale, q_w, w_scale, bias, y, tile, sm):
-        real(q_x, x_scale, q_w, w_scale, bias, y, tile, sm)
+    def stray(q_x, x_scale, q_w, w_scale, bias, y, *tile):
+        real(q_x, x_scale, q_w, w_scale, bias, y, *tile)
         y.as_strided((1,), (1,), y.storage_offset() + 24).fill_(3)
 
     for broken in (off_by_one, stray):
