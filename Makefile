@@ -9,7 +9,7 @@
 SHELL := /bin/bash
 ENV := source .ci/env &&
 # Never "python -m pytest": it puts the pack's root on sys.path, where "nodes" and "kernels" shadow the host's.
-PYTEST := "$$PYTHON" -c "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.console_main())"
+PYTEST := "$$PYTHON" -c "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main())"
 
 WORKERS ?= 2
 # an interpreter that the caller brings may lack pytest-xdist
