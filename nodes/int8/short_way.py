@@ -41,6 +41,7 @@ from ...kernels.dispatch import Int8Error, LinearFacts, choose_for
 from ...kernels.low_rank import add_low_rank
 from ...kernels.prepared_linear import PreparedLinear
 from . import shared_rows
+from .seats import PerModel, Seat, Seats
 
 LAYOUT = "TensorWiseINT8Layout"
 SWITCH = "NATIVE_INT8_SHORT_WAY"
@@ -51,8 +52,6 @@ BRANCH = "native_int8_low_rank"
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _thread = threading.local()
-_lock = threading.Lock()
-_seats_of: weakref.WeakKeyDictionary[torch.nn.Module, _Seats] = weakref.WeakKeyDictionary()
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -87,10 +86,10 @@ def inside(diffusion_model: torch.nn.Module, add_run):
     Args:
         add_run: called with the `Run` at the end.
     """
-    seats = _seats(diffusion_model)
+    seats = seats_of(diffusion_model)
     outer = getattr(_thread, "run", None)
     run = _thread.run = Run()
-    seats.enter(run)
+    seats.enter_run(run)
     try:
         yield
     finally:
@@ -103,8 +102,8 @@ def inside(diffusion_model: torch.nn.Module, add_run):
 @contextlib.contextmanager
 def seated(diffusion_model: torch.nn.Module):
     """Give the INT8 Linears their seats, though they need not take the short way; for what else hangs on a seat."""
-    seats = _seats(diffusion_model)
-    seats.enter(Run())
+    seats = seats_of(diffusion_model)
+    seats.enter(Counter())
     try:
         yield
     finally:
@@ -171,48 +170,28 @@ def resident_parts(module: torch.nn.Module, input: torch.Tensor) -> tuple | None
     return (codes, scale, bias) if fits else None
 
 
-def _seats(diffusion_model: torch.nn.Module) -> _Seats:
-    # a compiled model has the real one inside
-    diffusion_model = getattr(diffusion_model, "_orig_mod", diffusion_model)
-    seats = _seats_of.get(diffusion_model)
-    if seats is None:
-        seats = _seats_of[diffusion_model] = _Seats(diffusion_model)
-    return seats
-
-
-class _Seats:
+class _Seats(Seats):
     """The seats of one model's Linears; there while at least one thread runs the model on our kernels."""
 
     def __init__(self, diffusion_model: torch.nn.Module):
         places, self.not_shared = shared_rows.find(diffusion_model, is_known)
-        self.linears = [
-            (module.__dict__, _upper_seat(module, linear), _lower_seat(module, linear))
+        super().__init__(
+            (
+                Seat(module.__dict__, LOWER, _lower_seat(module, linear)),
+                Seat(module.__dict__, UPPER, _upper_seat(module, linear)),
+            )
             for module in diffusion_model.modules()
             if is_known(module)
             for linear in [_Linear(places.get(id(module)))]
-        ]
-        self.users = 0
+        )
 
-    def enter(self, run: Run) -> None:
+    def enter_run(self, run: Run) -> None:
+        """`enter`, counted in the thread's run."""
         run.shared.not_shared.update(self.not_shared)
-        with _lock:
-            self.users += 1
-            for attributes, upper, lower in self.linears:
-                if attributes.setdefault(LOWER, lower) is not lower:
-                    run.reasons[f"another pack replaced {LOWER}"] += 1
-                elif attributes.setdefault(UPPER, upper) is not upper:
-                    run.reasons[f"another pack replaced {UPPER}"] += 1
+        self.enter(run.reasons)
 
-    def leave(self) -> None:
-        with _lock:
-            self.users -= 1
-            if self.users:
-                return
-            for attributes, upper, lower in self.linears:
-                if attributes.get(UPPER) is upper:
-                    del attributes[UPPER]
-                if attributes.get(LOWER) is lower:
-                    del attributes[LOWER]
+
+seats_of = PerModel(_Seats)
 
 
 def is_known(module: torch.nn.Module) -> bool:

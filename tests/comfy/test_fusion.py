@@ -303,7 +303,7 @@ def test_kernels_are_compiled_once_for_equal_blocks(model, monkeypatch):
     device = torch.device("cpu")
     # in these tests the kernels run in plain PyTorch, where there is nothing to compile
     assert registry.compile_kernels(model, device, torch.bfloat16) == 0
-    kind = registry._seats(model).blocks[0].kernels(device)
+    kind = registry.seats_of(model).blocks[0].kernels(device)
     as_on_a_gpu = (kind[0], *((k[0], "triton", *k[2:]) for k in kind[1:]))
     monkeypatch.setattr(gated.GatedBlock, "kernels", lambda block, device: as_on_a_gpu)
     assert [registry.compile_kernels(model, device, torch.bfloat16) for _ in range(2)] == [5, 0]

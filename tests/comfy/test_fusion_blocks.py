@@ -75,7 +75,7 @@ def test_krea_2_with_an_attention_patch_runs_it(krea_blocks):
 
 
 def test_zeros_for_compiling_are_as_the_real_vectors(krea_blocks):
-    block = registry._seats(krea_blocks(0)).blocks[0]
+    block = registry.seats_of(krea_blocks(0)).blocks[0]
     x = random(1, TOKENS, DIM, seed=1)
     real, zeros = block.vectors(x, random(1, 1, 6 * DIM, seed=2), []), block.zeros(x)
     assert isinstance(block, krea2.Block)

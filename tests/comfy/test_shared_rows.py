@@ -127,7 +127,7 @@ def test_float_members_are_no_members(comfy):
     attention.to_v = torch.nn.Linear(DIM, DIM, dtype=torch.bfloat16)
     assert call(attention, rows())[1].shared.spared == 1
     attention.to_k = torch.nn.Linear(DIM, DIM, dtype=torch.bfloat16)
-    short_way._seats_of.pop(attention)
+    short_way.seats_of.forget(attention)
     assert call(attention, rows())[1].shared.spared == 0
 
 
@@ -245,7 +245,7 @@ def test_a_change_between_members_is_never_shared(comfy, monkeypatch, forward):
     made.__module__, made.__qualname__, name = "comfy.ldm.made.up", "Gated", "ldm.made.up.Gated"
     monkeypatch.setattr(forward, "__module__", made.__module__)
     monkeypatch.setitem(shared_rows.TABLE, name, ("forward", (("w1", "w3"),)))
-    short_way._seats_of.pop(gated)
+    short_way.seats_of.forget(gated)
     got, run = call(gated, rows())
     assert_equal(got, expected)
     assert run.shared.spared == 0

@@ -155,12 +155,12 @@ def test_a_new_weight_is_seen_at_once_and_the_old_one_is_let_go(model, x, comfy)
 def test_moved_weights_are_checked_again(model, x):
     layer = model.first
     call(layer, x)
-    known = short_way._seats(layer).linears
+    known = short_way.seats_of(layer)
     layer.to(torch.float32)
     got, run = call(layer, x)
     assert run.ways == {"resident": 1}
     assert torch.equal(got, call(layer, x, short=False)[0])
-    assert short_way._seats(layer).linears is known
+    assert short_way.seats_of(layer) is known
 
 
 @pytest.mark.parametrize("when", ["before", "inside"])

@@ -16,13 +16,12 @@ import contextlib
 import functools
 import logging
 import os
-import threading
-import weakref
 
 import torch
 
 from ....kernels.dispatch import Int8Error
 from .. import short_way
+from ..seats import PerModel, Seat, Seats
 from . import ideogram4, krea2, lumina, rope
 
 SWITCH = "NATIVE_INT8_FUSION"
@@ -39,8 +38,6 @@ BLOCKS = {
 MODELS = {"ldm.ideogram4.model.Ideogram4Transformer2DModel": ("_run_conditional", ideogram4.without_full_mask)}
 
 log = logging.getLogger("native_int8.fusion")
-_lock = threading.Lock()
-_seats_of: weakref.WeakKeyDictionary[torch.nn.Module, _Seats] = weakref.WeakKeyDictionary()
 
 
 def is_enabled() -> bool:
@@ -55,8 +52,8 @@ def inside(diffusion_model: torch.nn.Module):
     if run is None:
         yield
         return
-    seats = _seats(diffusion_model)
-    seats.enter(run)
+    seats = seats_of(diffusion_model)
+    seats.enter_run(run)
     try:
         with rope.inside() if seats.blocks else contextlib.nullcontext():
             yield
@@ -69,7 +66,7 @@ def compile_kernels(diffusion_model: torch.nn.Module, device: torch.device, dtyp
     if not (is_enabled() and short_way.is_enabled()):
         return 0
     needed = {}
-    for block in _seats(diffusion_model).blocks:
+    for block in seats_of(diffusion_model).blocks:
         kernels = block.kernels(device)
         if kernels is not None and (kernels, dtype) not in _compiled:
             needed[kernels, dtype] = block
@@ -80,23 +77,13 @@ def compile_kernels(diffusion_model: torch.nn.Module, device: torch.device, dtyp
 _compiled: set[tuple] = set()
 
 
-def _seats(diffusion_model: torch.nn.Module) -> _Seats:
-    # a compiled model has the real one inside
-    diffusion_model = getattr(diffusion_model, "_orig_mod", diffusion_model)
-    seats = _seats_of.get(diffusion_model)
-    if seats is None:
-        seats = _seats_of[diffusion_model] = _Seats(diffusion_model)
-    return seats
-
-
-class _Seats:
+class _Seats(Seats):
     """The seats of one model's blocks; there while at least one thread runs the model."""
 
     def __init__(self, diffusion_model: torch.nn.Module):
-        self.seats: list[tuple[dict, str, object]] = []
+        super().__init__([])
         self.blocks: list = []
         self.unknown: dict[str, int] = {}
-        self.users = 0
         for module in diffusion_model.modules():
             name = _name_of(type(module))
             if name in BLOCKS:
@@ -105,31 +92,25 @@ class _Seats:
                     self.unknown[block] = self.unknown.get(block, 0) + 1
                 else:
                     self.blocks.append(block)
-                    self.seats.append((module.__dict__, FORWARD, _block_seat(module, block)))
+                    self._add(module, FORWARD, _block_seat(module, block))
             elif name in MODELS:
                 method, make = MODELS[name]
                 seat = make(module, getattr(type(module), method))
                 if seat is not None:
-                    self.seats.append((module.__dict__, method, seat))
-        if not self.seats and not self.unknown:
+                    self._add(module, method, seat)
+        if not self.groups and not self.unknown:
             self.unknown[f"no fusion for the class {type(diffusion_model).__name__}"] = 1
 
-    def enter(self, run: short_way.Run) -> None:
-        run.unfused.update(self.unknown)
-        with _lock:
-            self.users += 1
-            for attributes, name, seat in self.seats:
-                if attributes.setdefault(name, seat) is not seat:
-                    run.unfused[f"another pack replaced {name}"] += 1
+    def _add(self, module: torch.nn.Module, name: str, seat) -> None:
+        self.groups.append((Seat(module.__dict__, name, seat),))
 
-    def leave(self) -> None:
-        with _lock:
-            self.users -= 1
-            if self.users:
-                return
-            for attributes, name, seat in self.seats:
-                if attributes.get(name) is seat:
-                    del attributes[name]
+    def enter_run(self, run: short_way.Run) -> None:
+        """`enter`, counted in the thread's run."""
+        run.unfused.update(self.unknown)
+        self.enter(run.unfused)
+
+
+seats_of = PerModel(_Seats)
 
 
 def _name_of(module_class: type) -> str | None:

@@ -1,0 +1,77 @@
+"""Seats: instance attributes that shadow a class's methods while at least one thread runs the model.
+
+The instance dictionary is written directly, which costs about 0.3 us for an attribute. What another pack put there first
+stays, and stays when the last thread leaves.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+_lock = threading.Lock()
+
+
+class Seat(NamedTuple):
+    """One attribute: the dictionary of the instance, the name, and what stands there during a run."""
+
+    attributes: dict
+    name: str
+    value: object
+
+
+class Seats:
+    """The seats of one model.
+
+    groups: seats that mean something only together. Of a group, those before the first that another pack holds are taken.
+    """
+
+    def __init__(self, groups: Iterable[tuple[Seat, ...]]):
+        self.groups = list(groups)
+        self.users = 0
+
+    def enter(self, reasons: Counter[str]) -> None:
+        """Take the seats for one more thread; `reasons` counts the groups that another pack is in the way of."""
+        with _lock:
+            self.users += 1
+            for group in self.groups:
+                for attributes, name, value in group:
+                    if attributes.setdefault(name, value) is not value:
+                        reasons[f"another pack replaced {name}"] += 1
+                        break
+
+    def leave(self) -> None:
+        """Give the seats back when no other thread needs them."""
+        with _lock:
+            self.users -= 1
+            if self.users:
+                return
+            for group in self.groups:
+                for attributes, name, value in group:
+                    if attributes.get(name) is value:
+                        del attributes[name]
+
+
+class PerModel:
+    """What `make` made of a diffusion model, made once and forgotten with the model; `made` must not keep the model alive."""
+
+    def __init__(self, make: Callable[[torch.nn.Module], object]):
+        self._make = make
+        self._made: weakref.WeakKeyDictionary[torch.nn.Module, object] = weakref.WeakKeyDictionary()
+
+    def __call__(self, diffusion_model: torch.nn.Module):
+        """Return it for `diffusion_model`; a compiled model has the real one inside."""
+        diffusion_model = getattr(diffusion_model, "_orig_mod", diffusion_model)
+        found = self._made.get(diffusion_model)
+        if found is None:
+            found = self._made[diffusion_model] = self._make(diffusion_model)
+        return found
+
+    def forget(self, diffusion_model: torch.nn.Module) -> None:
+        """Make it anew the next time."""
+        self._made.pop(diffusion_model, None)
