@@ -4,7 +4,8 @@ op                   | what it does                                          | T
 quantize_rows        | float rows -> int8 codes and one scale per row        | quantize_rows_triton.py      | quantize_rows.py
 quantize_rms_norm    | the same with an RMSNorm in front, in one pass        | quantize_rms_norm_triton.py  | quantize_rms_norm.py
 residual_norm        | x + gate * norm(y); norm, modulate and quantise that  | residual_norm_triton.py      | residual_norm.py
-quantize_swiglu      | silu(gate) * up of two tensors, then as quantize_rows | quantize_swiglu_triton.py    | quantize_swiglu.py
+quantize_swiglu      | silu(gate) * up of two tensors, then as quantize_rows | quantize_activation_triton.py | quantize_activation.py
+quantize_gelu        | the same with the GELU of one                         | quantize_activation_triton.py | quantize_activation.py
 rms_rope             | RMSNorm and rotary embedding of the heads of q and k  | rms_rope_triton.py           | rms_rope.py
 rotate               | grouped Hadamard rotation of the columns (ConvRot)    | rotate_triton.py             | rotate.py
 int8_matmul          | int8 x int8 -> int32, scales and bias in the epilogue | int8_matmul_triton.py, _tma_, _split_k_ | int8_matmul.py
@@ -39,9 +40,9 @@ from .int8_linear_fused import int8_linear_residual, int8_linear_swiglu
 from .int8_matmul import int8_matmul
 from .low_rank import LowRank, add_low_rank
 from .prepared_linear import PreparedLinear
+from .quantize_activation import quantize_gelu, quantize_swiglu
 from .quantize_rms_norm import quantize_rms_norm
 from .quantize_rows import quantize_rows
-from .quantize_swiglu import quantize_swiglu
 from .residual_norm import Branch, Norm, residual_norm
 from .rms_rope import rms_rope
 from .rotate import rotate
@@ -66,6 +67,7 @@ __all__ = [
     "int8_linear_residual",
     "int8_linear_swiglu",
     "int8_matmul",
+    "quantize_gelu",
     "quantize_rms_norm",
     "quantize_rows",
     "quantize_swiglu",

@@ -16,7 +16,7 @@ import triton.language as tl
 from .compiled import interpreted
 from .int8_matmul_triton import _accumulate, _scaled, _tile_of, check_compiled
 from .launch import Launcher, is_aligned
-from .quantize_swiglu_triton import silu_product
+from .quantize_activation_triton import silu_product
 
 
 @triton.jit(do_not_specialize=["m"])

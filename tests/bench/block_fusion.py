@@ -22,7 +22,7 @@ CLASSES = {
     "attention": ("sdpa", "fmha", "flash", "attention", "softmax"),
     "int8 matmul": ("int8_matmul", "_int8_", "igemm", "imma"),
     "other matmul": ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "splitreduce"),
-    "fused passes": ("residual_norm", "quantize_swiglu"),
+    "fused passes": ("residual_norm", "quantize_activation"),
     "quantise": ("quantize",),
     "rope": ("rope",),
 }
@@ -37,7 +37,7 @@ def kernels_alone(results: Results) -> None:
     """What each fused pass costs and the separate operations cost, and how many values differ between them."""
     from native_int8.kernels import quantize_rows
     from native_int8.kernels.packed_rows import parts_of
-    from native_int8.kernels.quantize_swiglu import quantize_swiglu
+    from native_int8.kernels.quantize_activation import quantize_swiglu
     from native_int8.kernels.residual_norm import Branch, Norm, add_branch_torch, modulated_norm_torch, residual_norm
 
     def normal(*shape):

@@ -17,7 +17,7 @@ import torch
 
 from ....kernels.int8_linear_fused import fits_swiglu, swiglu_of_rows
 from ....kernels.packed_rows import empty_rows
-from ....kernels.quantize_swiglu import quantize_swiglu
+from ....kernels.quantize_activation import quantize_swiglu
 from ....kernels.residual_norm import Branch, Norm, modulated_norm_torch, residual_norm
 from .. import short_way
 from ..shared_rows import Given

@@ -267,7 +267,7 @@ def quantize_reports(kernels, sm: int):
 
 
 def block_reports(kernels, sm: int):
-    """What stands between the Linears of a block: residual_norm with both halves and each alone, quantize_swiglu."""
+    """What stands between the Linears of a block: residual_norm with both halves and each alone, activations."""
     module = kernels["residual_norm_triton"]
     names = ("x_ptr", "y_ptr", "out_ptr", "branch_weight_ptr", "gate_ptr", "norm_weight_ptr", "mod_ptr", "shift_ptr")
     types = dict.fromkeys(names, "*bf16") | {"q_ptr": INT8, "scale_ptr": FP32, "branch_eps": "fp32", "norm_eps": "fp32"}
@@ -283,13 +283,22 @@ def block_reports(kernels, sm: int):
         constants |= {"BLOCK_A": block_a, "BLOCK_B": block_b}
         compiled = _compile(module._residual_norm_kernel, types, constants, sm, module.warps(k), 3, options)
         yield report("residual_norm", f"k{k} group{group} halves{halves}", sm, compiled)
-    module = kernels["quantize_swiglu_triton"]
-    types = {"gate_ptr": "*bf16", "up_ptr": "*bf16", "q_ptr": INT8, "scale_ptr": FP32}
-    for k, group in ((12288, 0), (12288, 256), (10240, 256), (16384, 0), (16384, 256)):
+    module = kernels["quantize_activation_triton"]
+    types = dict.fromkeys(("before_ptr", "gate_ptr", "up_ptr"), "*bf16") | {
+        "q_ptr": INT8,
+        "scale_ptr": FP32,
+        "stride": "i32",
+    }
+    # columns that come before, GELU or SwiGLU, all columns
+    for before, gelu, k, group in ((0, False, 12288, 0), (0, False, 12288, 256), (0, False, 10240, 256),
+                                   (0, False, 16384, 0), (0, False, 16384, 256), (0, True, 12288, 0), (0, True, 13824, 256),
+                                   (4096, False, 16384, 0), (4096, False, 16384, 256), (6144, False, 24576, 256),
+                                   (3072, True, 15360, 0), (3072, True, 15360, 256)):  # fmt: skip
         block_a, block_b = module.row_blocks(k, group)
-        constants = {"CUDA_EXP": True, "K": k, "GROUP": group, "BLOCK_A": block_a, "BLOCK_B": block_b}
-        compiled = _compile(module._quantize_swiglu_kernel, types, constants, sm, module.warps(k), 3, options)
-        yield report("quantize_swiglu", f"k{k} group{group}", sm, compiled)
+        constants = {"BEFORE": before, "GELU": gelu, "CUDA_MATH": True, "K": k, "GROUP": group}
+        constants |= {"BLOCK_A": block_a, "BLOCK_B": block_b}
+        compiled = _compile(module._quantize_activation_kernel, types, constants, sm, module.warps(k), 3, options)
+        yield report("quantize_activation", f"before{before} gelu{gelu} k{k} group{group}", sm, compiled)
     module = kernels["rms_rope_triton"]
     names = ("q_ptr", "k_ptr", "q_weight_ptr", "k_weight_ptr", "q_out_ptr", "k_out_ptr")
     types = dict.fromkeys(names, "*bf16") | {"freqs_ptr": FP32, "eps": "fp32"}
@@ -321,8 +330,8 @@ def all_reports(sms, forms):
         "int8_matmul_split_k_triton",
         "int8_matmul_fused_triton",
         "int8_matmul_low_rank_triton",
+        "quantize_activation_triton",
         "quantize_rows_triton",
-        "quantize_swiglu_triton",
         "residual_norm_triton",
         "rms_rope_triton",
         "tiles",

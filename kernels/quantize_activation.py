@@ -1,0 +1,123 @@
+"""quantize_swiglu, quantize_gelu: the activation between two Linears, optional rotation and row quantisation in one pass.
+
+As quantize_rows with an `input_act`, but rounded to the dtype of the activation where PyTorch's own operations round:
+after the SiLU and after the product, or after the GELU. The halves of one [gate | up] tensor are read where they lie, and
+columns that come before the activation's in the next Linear are read from a tensor of their own: nothing is joined first.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .capability import detect
+from .dispatch import UnsupportedInput, choose
+from .launch import on_device
+from .packed_rows import empty_rows
+from .quantize_rows import quantize_rows_torch
+from .rotate import check_group
+
+
+def quantize_swiglu(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    *,
+    before: torch.Tensor | None = None,
+    rotation_group: int = 0,
+    implementation: str | None = None,
+) -> torch.Tensor | tuple:
+    """Quantise each row of silu(gate) * up, or of [before | silu(gate) * up].
+
+    Args:
+        gate, up: [..., K] float16, bfloat16 or float32, both alike, strides included: columns side by side and rows evenly
+            spaced, as in halves of one tensor.
+        before: [..., K0] of that dtype, contiguous, or None.
+        rotation_group: 0, or 4, 16, 64, 256, 1024 dividing K0 + K.
+        implementation: "triton" or "torch", to ask for exactly that one.
+    Returns:
+        the quantised rows as `PreparedLinear.with_rows` takes them.
+    Raises:
+        UnsupportedInput: a shape, dtype, stride or group that is not listed here.
+    """
+    return _quantize(gate, up, before, rotation_group, implementation, "quantize_swiglu")
+
+
+def quantize_gelu(
+    x: torch.Tensor,
+    *,
+    before: torch.Tensor | None = None,
+    rotation_group: int = 0,
+    implementation: str | None = None,
+) -> torch.Tensor | tuple:
+    """Quantise each row of gelu(x), approximated by tanh, or of [before | gelu(x)].
+
+    Args:
+        x: [..., K] as `gate` of `quantize_swiglu`.
+        before, rotation_group, implementation: as in `quantize_swiglu`.
+    Returns:
+        the quantised rows as `PreparedLinear.with_rows` takes them.
+    Raises:
+        UnsupportedInput: a shape, dtype, stride or group that is not listed here.
+    """
+    return _quantize(x, None, before, rotation_group, implementation, "quantize_gelu")
+
+
+def _quantize(gate, up, before, rotation_group: int, implementation: str | None, op: str) -> torch.Tensor | tuple:
+    before_2d, gate_2d, up_2d = _checked(gate, up, before, op)
+    m, k = gate_2d.shape
+    k += 0 if before_2d is None else before_2d.shape[1]
+    if rotation_group:
+        check_group(k, rotation_group)
+    chosen = choose(
+        detect(gate.device), in_features=k, out_features=k, rotation_group=rotation_group, implementation=implementation
+    ).implementation
+    rows, q, scale = empty_rows(m, k, gate.device, chosen)
+    if m == 0:
+        return rows
+    if chosen == "torch":
+        v = activated_torch(gate_2d, up_2d)
+        v = v if before_2d is None else torch.cat((before_2d, v), 1)
+        quantize_rows_torch(v, q, scale, rotation_group, None)
+        return rows
+    from .quantize_activation_triton import quantize_activation_triton
+
+    with on_device(gate.device):
+        quantize_activation_triton(before_2d, gate_2d, up_2d, q, scale, rotation_group)
+    return rows
+
+
+def activated_torch(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+    """silu(gate) * up, or gelu(gate) without up, step by step in their dtype."""
+    if up is None:
+        return torch.nn.functional.gelu(gate, approximate="tanh")
+    return torch.nn.functional.silu(gate) * up
+
+
+def _checked(gate, up, before, op: str) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """before [M, K0], gate and up [M, K] as views."""
+    given = [t for t in (before, gate, up) if t is not None]
+    k = gate.shape[-1] if gate.dim() else 0
+    alike = all(t.dim() and t.shape[:-1] == gate.shape[:-1] and t.dtype == gate.dtype for t in given) and k
+    alike = alike and (up is None or (up.shape == gate.shape and up.stride() == gate.stride()))
+    flat = None
+    if alike and gate.dtype in (torch.float16, torch.bfloat16, torch.float32):
+        flat = [None if t is None else _rows(t) for t in (gate, up)]
+    if flat is None or flat[0] is None or (before is not None and not before.is_contiguous()):
+        shapes = ", ".join(f"{t.dtype} {tuple(t.shape)} strides {t.stride()}" for t in given)
+        raise UnsupportedInput(
+            f"{op}: got {shapes}. Needed: float16, bfloat16 or float32 of one dtype and equal leading dimensions; gate and up "
+            "of one shape, alike in memory, columns side by side and rows evenly spaced; what comes before contiguous. "
+            "Convert them first."
+        )
+    return None if before is None else before.view(flat[0].shape[0], before.shape[-1]), *flat
+
+
+def _rows(t: torch.Tensor) -> torch.Tensor | None:
+    """t [..., K] as a view [M, K] with columns side by side; None when its rows are not evenly spaced."""
+    if t.stride(-1) != 1:
+        return None
+    if not t.numel():
+        return t.reshape(0, t.shape[-1])
+    try:
+        return t.view(-1, t.shape[-1])
+    except RuntimeError:
+        return None
