@@ -1,4 +1,7 @@
-"""Each node has a help page whose tables name its inputs and outputs as its schema does."""
+"""Each node has a help page whose lists name its inputs and outputs as its schema does.
+
+Lists, since the help panel is too narrow for a table; tests/browser looks at that.
+"""
 
 import re
 
@@ -16,12 +19,36 @@ def section(page: str, title: str) -> str:
     return found.group(1)
 
 
-def rows(text: str) -> dict[str, list[str]]:
-    """The rows of the section's table: name -> other cells."""
-    cells = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
-    ]
-    return {row[0].strip("`"): row[1:] for row in cells[2:]}
+def entries(text: str) -> dict[str, tuple[str, str]]:
+    """The items of the section's list: name -> what is in brackets after it, and what is said of it.
+
+    - `name` (TYPE, default 1, 0 to 8): One sentence or more.
+    """
+    # a line that goes on is indented
+    items = re.sub(r"\n  +", " ", text).strip().splitlines()
+    found = [re.fullmatch(r"- `(\w+)` \(([^)]+)\): ([A-Z`].*\.)", item) for item in items if item.startswith("- ")]
+    assert all(found), items
+    return {item[1]: (item[2], item[3]) for item in found}
+
+
+def facts(kind: str, options: dict, required: bool) -> str:
+    """What the brackets after an input must say: type, whether it may be left out, default, range, advanced."""
+    words = [kind]
+    if not required and "default" not in options:
+        words.append("optional")
+    default = options.get("default")
+    if isinstance(default, bool):
+        words.append(f"default {str(default).lower()}")
+    elif isinstance(default, int | float):
+        words.append(f"default {default:g}")
+    elif default is not None:
+        words.append(f"default {default or 'empty'}")
+    if "min" in options:
+        largest = "2^64 - 1" if options["max"] == 2**64 - 1 else f"{options['max']:g}"
+        words.append(f"{options['min']:g} to {largest}")
+    if options.get("advanced"):
+        words.append("advanced")
+    return ", ".join(words)
 
 
 def test_index_and_pages_are_the_same_set():
@@ -36,19 +63,22 @@ def test_page_agrees_with_the_schema(node_id, schemas):
     page = (DOCS / f"{node_id}.md").read_text(encoding="utf-8")
     assert page.startswith(f"# {schema['display_name']}\n")
 
-    inputs = rows(section(page, "Inputs"))
+    inputs = entries(section(page, "Inputs"))
     declared = {**schema["input"].get("required", {}), **schema["input"].get("optional", {})}
     assert list(inputs) == list(declared)
     for name, (kind, *rest) in declared.items():
-        expected = "COMBO" if isinstance(kind, list) else kind
-        assert inputs[name][0] == expected, name
-        default = (rest[0] if rest else {}).get("default")
-        if isinstance(default, bool):
-            assert inputs[name][1] == str(default).lower(), name
+        options = rest[0] if rest else {}
+        shown, text = inputs[name]
+        assert shown == facts(kind, options, name in schema["input"].get("required", {})), name
+        choices = options.get("options", [])
+        # a list of files, or of the models that the host knows, is not written out
+        if kind == "COMBO" and "default" in options:
+            assert choices and all(f"`{choice}`" in text for choice in choices), name
 
-    outputs = rows(section(page, "Outputs"))
+    outputs = entries(section(page, "Outputs"))
     assert list(outputs) == schema["output_name"]
-    assert [cells[0] for cells in outputs.values()] == schema["output"]
+    assert [kind for kind, _ in outputs.values()] == schema["output"]
+    assert not re.search(r"^\|", page, re.M), "a table is wider than the help panel"
 
 
 @pytest.mark.comfy

@@ -135,7 +135,10 @@ def test_two_mixed_cards_are_told_apart():
 def test_the_map_of_the_help_page_is_the_reports():
     page = (ROOT / "nodes/web/docs/INT8CapabilityCheck.md").read_text(encoding="utf-8")
     section = re.search(r"^## Deployment map\n(.*?)(?=^## )", page, re.M | re.S).group(1)
-    shown = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")][2:]
+    items = re.sub(r"\n  +", " ", section).splitlines()
+    shown = [
+        list(re.fullmatch(r"- \*\*(.+?)\*\*: (.+) \((.+)\)", item).groups()) for item in items if item.startswith("- ")
+    ]
     assert shown == [[cards, found.verdict, deployment.evidence(found)] for cards, found in deployment.MAP]
     outlooks = [found for found in vars(deployment).values() if isinstance(found, deployment.Outlook)]
     assert {found.verdict for _, found in deployment.MAP} == {found.verdict for found in outlooks}

@@ -230,8 +230,15 @@ class Frontend:
         self.select(node_type)
         self.page.get_by_test_id("info-button").click()
         panel = self.page.locator(".node-help-content").or_(self.page.get_by_test_id("properties-panel")).first
-        panel.locator(".markdown-content h1, .markdown-content table").first.wait_for()
+        panel.locator(".markdown-content h1").first.wait_for()
         return panel.inner_text()
+
+    def cut_off_in_help(self) -> list[str]:
+        """What in the open help page is wider than its place: the first words of each part, innermost last."""
+        return self.page.locator(".markdown-content").evaluate(
+            """page => [page, ...page.querySelectorAll('*')].filter(e => e.clientWidth && e.scrollWidth > e.clientWidth)
+               .map(e => `${e.tagName} ${e.scrollWidth} > ${e.clientWidth}: ${e.textContent.trim().slice(0, 60)}`)"""
+        )
 
     def set_widgets(self, **values):
         """Set widgets by name on every node that has them."""
