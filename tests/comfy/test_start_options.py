@@ -14,11 +14,19 @@ from packtest.loras import add_lora, int8_linears, lora_file
 pytestmark = pytest.mark.comfy
 
 RUN = {"size": (6, 6), "steps": 2, "cfg": 3.0}
+GPU_OPTIONS = [
+    ("--disable-dynamic-vram", "--lowvram"),
+    ("--disable-dynamic-vram", "--novram"),
+    ("--disable-dynamic-vram", "--reserve-vram", "2"),
+    ("--reserve-vram", "2"),
+    # dynamic VRAM with no room to keep a weight
+    ("--vram-headroom", "1000"),
+]
 PROGRAM = packtest.ROOT / "tests" / "support" / "packtest" / "flag_run.py"
 
 
-def latents(folder, *options):
-    """What flag_run.py makes with these start options of ComfyUI."""
+def seen(folder, *options) -> dict:
+    """What flag_run.py sees with these start options of ComfyUI."""
     file = folder / f"{'_'.join(options) or 'none'}.pt"
     done = subprocess.run(
         [os.environ.get("PYTHON", sys.executable), str(PROGRAM), str(file), *options],
@@ -35,17 +43,25 @@ def models(comfy):
 
 
 def test_cpu(comfy, models, tmp_path):
-    found = latents(tmp_path, "--cpu")
+    found = seen(tmp_path, "--cpu")["latents"]
     if not torch.cuda.is_available():
         assert all(torch.equal(a, tiny.sample(comfy, b, **RUN)) for a, b in zip(found, models, strict=True))
     assert torch.equal(found[0], found[3]) and not torch.equal(found[0], found[1])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [("--lowvram",), ("--novram",), ("--highvram",), ("--reserve-vram", "2")], ids=str)
-def test_on_a_gpu(comfy, models, tmp_path, options):
-    for got, expected in zip(latents(tmp_path, *options), latents(tmp_path), strict=True):
+@pytest.mark.parametrize("options", GPU_OPTIONS, ids=" ".join)
+def test_on_a_gpu(tmp_path, options):
+    """Weights that dynamic VRAM or the host's older way holds, here or in host memory: the same bits, and all INT8."""
+    plain = seen(tmp_path, "--disable-dynamic-vram", "--highvram")
+    assert not plain["dynamic"] and plain["record"]["ways"].keys() == {"resident"}
+    found = seen(tmp_path, *options)
+    assert found["dynamic"] == ("--disable-dynamic-vram" not in options)
+    for got, expected in zip(found["latents"], plain["latents"], strict=True):
         assert torch.equal(got, expected)
+    record = found["record"]
+    assert record["declined"] == {} and record["calls"] == plain["record"]["calls"]
+    assert record["ways"].keys() <= {"resident", "fetched"}
 
 
 @pytest.mark.parametrize("state", ["NO_VRAM", "LOW_VRAM", "NORMAL_VRAM"])

@@ -125,6 +125,11 @@ def test_swiglu_of_two_tensors(k, group, dtype, impl, device):
         assert_close(scale, expected_scale.view(-1), 0.02 if dtype == torch.bfloat16 else 1e-3, "scale")
         assert_codes_within_one(q, expected_q, 1.0 if dtype == torch.bfloat16 else 0.02, "codes")
         return
+    if impl == "triton" and dtype == torch.float32:
+        # fp32 rounds nothing away: Triton's exp and PyTorch's differ in the last bit
+        assert_close(scale, expected_scale.view(-1), 1e-6, "scale")
+        assert_codes_within_one(q, expected_q, 0.002, "codes")
+        return
     assert_same(q, expected_q, "codes")
     assert_same(scale, expected_scale.view(-1), "scale")
 
