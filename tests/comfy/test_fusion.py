@@ -293,12 +293,12 @@ def test_speed_is_a_matter_of_one_model(float_model, sample):
 
 
 def test_kernels_are_compiled_once_for_equal_blocks(model, monkeypatch):
-    from native_int8.nodes.int8.fusion import gated
+    from native_int8.nodes.int8.fusion import feed_forward, gated
 
     calls = []
     monkeypatch.setattr(gated, "residual_norm", lambda *args, **kwargs: calls.append(kwargs))
-    monkeypatch.setattr(gated, "quantize_swiglu", lambda *args, **kwargs: calls.append(kwargs))
-    monkeypatch.setattr(gated, "swiglu_of_rows", lambda *args: calls.append(args))
+    monkeypatch.setattr(feed_forward, "quantize_swiglu", lambda *args, **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(feed_forward, "swiglu_of_rows", lambda *args: calls.append(args))
     monkeypatch.setattr(registry, "_compiled", set())
     device = torch.device("cpu")
     # in these tests the kernels run in plain PyTorch, where there is nothing to compile

@@ -15,13 +15,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from ....kernels.int8_linear_fused import fits_swiglu, swiglu_of_rows
-from ....kernels.packed_rows import empty_rows
-from ....kernels.quantize_activation import quantize_swiglu
-from ....kernels.residual_norm import Branch, Norm, modulated_norm_torch, residual_norm
+from ....kernels.residual_norm import Branch, Norm, residual_norm
 from .. import short_way
 from ..shared_rows import Given
+from .feed_forward import FeedForward
 from .guards import Watched, release, why_reads_more, why_unknown
+from .pieces import NOT_TAKEN, normed, options, owner, why_unfit
 
 
 class Ending(NamedTuple):
@@ -56,20 +55,22 @@ class GatedBlock:
     swiglu: ClassVar[tuple[str, str, str]]
     norms: ClassVar[tuple[str, ...]]
 
-    __slots__ = ("_attention", "_feed_forward", "_linears", "_module", "_watched")
+    __slots__ = ("_attention", "_feed", "_linears", "_module", "_watched")
 
     def __init__(self, module: torch.nn.Module):
         self._module = module
-        self._attention, self._feed_forward = attention, feed_forward = [module._modules[name] for name in self.parts]
-        self._linears = [attention._modules[name] for name in self.readers]
-        self._linears += [feed_forward._modules[name] for name in self.swiglu]
+        attention, feed_forward = [module._modules[name] for name in self.parts]
+        self._attention = attention
+        gate, up, down = [feed_forward._modules[name] for name in self.swiglu]
+        self._feed = FeedForward((gate, up), down)
+        self._linears = [*(attention._modules[name] for name in self.readers), gate, up, down]
         norms = [module._modules[name] for name in self.norms]
         self._watched = Watched(
             parents=(module, attention, feed_forward),
             modules=(attention, feed_forward, *norms, *self._linears),
             methods=(
                 *((type(part), "forward") for part in (module, attention, feed_forward, *norms)),
-                *((_owner(module, where), name) for where, name in self.known),
+                *((owner(module, where), name) for where, name in self.known),
             ),
         )
 
@@ -82,7 +83,7 @@ class GatedBlock:
         if missing:
             return f"a block has no {' and no '.join(missing)}"
         for (where, name), fingerprint in cls.known.items():
-            reason = why_unknown(_owner(module, where), {name: frozenset({fingerprint})})
+            reason = why_unknown(owner(module, where), {name: frozenset({fingerprint})})
             if reason is not None:
                 return reason
         reason = why_reads_more(type(parts[0]), "forward", "x", cls.readers)
@@ -109,23 +110,16 @@ class GatedBlock:
 
     def warm_up(self, kinds: tuple, dtype: torch.dtype) -> int:
         """Compile, and launch once, the kernels of `kernels`; returns how many."""
-        reader, gate, down = kinds[1], kinds[-3], kinds[-1]
+        reader, gate = kinds[1], kinds[-3]
         if reader[1] != "triton":
             return 0
-        x, hidden = (torch.zeros((1, 2, kind[2]), dtype=dtype, device=kind[0]) for kind in (reader, down))
+        x = torch.zeros((1, 2, reader[2]), dtype=dtype, device=reader[0])
         # the weights may lie elsewhere now, and are not needed
         vectors = self.zeros(x)
-        residual_norm(x, None, vectors.first, **_static(reader))
-        residual_norm(x, Branch(x, *vectors.attention), vectors.second, **_static(gate))
+        residual_norm(x, None, vectors.first, **options(reader))
+        residual_norm(x, Branch(x, *vectors.attention), vectors.second, **options(gate))
         residual_norm(x, Branch(x, *vectors.feed_forward), implementation=gate[1])
-        quantize_swiglu(hidden, hidden, **_static(down))
-        # as many rows as a picture has, for its tile
-        x = torch.zeros((1, 2048, gate[2]), dtype=dtype, device=gate[0])
-        codes = torch.zeros((down[2], gate[2]), dtype=torch.int8, device=gate[0])
-        scale = torch.zeros((self._linears[-3].weight._params.scale.numel(), 1), device=gate[0])
-        rows = empty_rows(2048, gate[2], gate[0], gate[1])[0].zero_()
-        swiglu_of_rows(x, rows, (codes, scale, None), (codes, scale, None), gate[1])
-        return 5
+        return 3 + self._feed.warm_up(kinds[-3:], dtype)
 
     def zeros(self, x: torch.Tensor) -> Vectors:
         """Vectors like those of `vectors`, made of zeros."""
@@ -137,7 +131,7 @@ class GatedBlock:
         Args:
             attend: calls the host's attention with the tensor it is given in place of its input.
         """
-        reason = self._watched.why_foreign() or _unfit(x)
+        reason = self._watched.why_foreign() or why_unfit(x)
         if reason is not None:
             return reason
         kinds = [short_way.rows_kind(linear, x.device) for linear in self._linears]
@@ -154,85 +148,17 @@ class GatedBlock:
                 release(loan)
 
     def _run(self, run, x, vectors, attend, kinds) -> torch.Tensor | str:
-        shared, (gate_linear, up_linear, down_linear) = run.shared, self._linears[-3:]
-        first, second = vectors.first, vectors.second
-        _, rows = residual_norm(x, None, first, **_static(kinds[0]))
-        given = shared.given = Given(x, rows, kinds[0], lambda: _normed(x, first))
+        shared, first, second = run.shared, vectors.first, vectors.second
+        _, rows = residual_norm(x, None, first, **options(kinds[0]))
+        given = shared.given = Given(x, rows, kinds[0], lambda: normed(x, first))
         y = attend(x)
+        shared.given = None
         if given.used != len(self.readers):
-            return "attention did not take the rows that were made for it"
+            return NOT_TAKEN
         del rows, given
 
-        h, rows = residual_norm(x, Branch(y.contiguous(), *vectors.attention), second, **_static(kinds[-3]))
-        given = shared.given = Given(h, rows, kinds[-3], lambda: _normed(h, second))
-        product = self._product(run, h, rows, kinds[-3])
-        if product is not None:
-            shared.given = None
-            del rows, given, y
-            y = down_linear(product)
-            return residual_norm(h, Branch(y.contiguous(), *vectors.feed_forward), implementation=kinds[-1][1])[0]
-        gate, up = gate_linear(h), up_linear(h)
-        if given.used != 2:
-            return "the feed-forward did not take the rows that were made for it"
-        del rows, given, y
-
-        rows = quantize_swiglu(gate, up, **_static(kinds[-1]))
-        given = shared.given = Given(gate, rows, kinds[-1], lambda: torch.nn.functional.silu(gate) * up)
-        y = down_linear(gate)
-        shared.given = None
-        if given.used != 1:
-            return "the feed-forward did not take the rows that were made for it"
+        h, rows = residual_norm(x, Branch(y.contiguous(), *vectors.attention), second, **options(kinds[-3]))
+        y = self._feed(run, h, rows, kinds[-3:], lambda: normed(h, second))
+        if isinstance(y, str):
+            return y
         return residual_norm(h, Branch(y.contiguous(), *vectors.feed_forward), implementation=kinds[-1][1])[0]
-
-    def _product(self, run, h, rows, kind) -> torch.Tensor | None:
-        """silu(gate) * up in the epilogue of one matmul, when both Linears lie there as they are; else None."""
-        gate, up = (short_way.resident_parts(linear, h) for linear in self._linears[-3:-1])
-        if gate is None or up is None or not fits_swiglu(gate, up):
-            return None
-        run.ways[short_way.RESIDENT] += 2
-        run.calls[kind[1]] += 2
-        run.shared.spared += 2
-        return swiglu_of_rows(h, rows, gate, up, kind[1])
-
-
-def _owner(module: torch.nn.Module, where: str):
-    """The class of the block or of a child, or a Python module of the host by its name."""
-    if where.startswith("comfy."):
-        import importlib
-
-        return importlib.import_module(where)
-    return type(module._modules[where] if where else module)
-
-
-def _static(kind: tuple) -> dict:
-    return {"rotation_group": kind[3], "implementation": kind[1]}
-
-
-def _unfit(x: torch.Tensor) -> str | None:
-    import comfy.model_management
-
-    if type(x) is not torch.Tensor or x.dim() != 3 or not x.is_contiguous() or not x.numel():
-        return "the input is no plain tensor of tokens"
-    # the host clamps float16 in between
-    if x.dtype not in (torch.bfloat16, torch.float32):
-        return f"the input is {x.dtype}"
-    if x.requires_grad or comfy.model_management.in_training:
-        return "the MODEL is in training"
-    return None
-
-
-def by_row(modulation: torch.Tensor, count: int, x: torch.Tensor) -> torch.Tensor | str:
-    """[B, count K] or [B, 1 or L, count K] as [rows, count, K]: one row for all, for each image or for each token.
-
-    One sentence when it is none of these for x [B, L, K].
-    """
-    batch, tokens, width = x.shape
-    leading = tuple(modulation.shape[:-1])
-    fits = leading in ((1,), (batch,), (1, 1), (batch, 1), (batch, tokens)) and modulation.shape[-1] == count * width
-    if not fits or modulation.dtype != x.dtype or modulation.device != x.device:
-        return f"the modulation is {modulation.dtype} {tuple(modulation.shape)} beside {x.dtype} {tuple(x.shape)}"
-    return modulation.reshape(-1, count, width)
-
-
-def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    return modulated_norm_torch(x.view(-1, x.shape[-1]), norm).view(x.shape)

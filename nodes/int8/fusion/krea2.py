@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 
 from ....kernels.residual_norm import Norm
-from .gated import Ending, GatedBlock, Vectors, by_row
+from .gated import Ending, GatedBlock, Vectors
+from .pieces import by_row
 
 
 class Block(GatedBlock):

@@ -7,8 +7,9 @@ from typing import ClassVar
 import torch
 
 from ....kernels.residual_norm import Norm
-from .gated import Ending, GatedBlock, Vectors, by_row
+from .gated import Ending, GatedBlock, Vectors
 from .guards import affine
+from .pieces import by_row
 
 # the host's feed-forward that these share, as it was when this was written
 KNOWN_FEED_FORWARD = {
