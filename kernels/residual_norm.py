@@ -1,12 +1,13 @@
 """residual_norm: what stands between two Linears of a transformer block, in one pass over the activation.
 
-    x' = x + gate * rms_norm(y)                               the branch that ends: a norm or none, and a gate
-    q  = quantise(R(rms_norm(x') * (1 + scale) + shift))      the norm and the modulation of the branch that begins
+    x' = x + gate * rms_norm(y)                          the branch that ends: a norm or none, a gate or none
+    q  = quantise(R(norm(x') * (1 + scale) + shift))     the norm, RMSNorm or LayerNorm, and the modulation of the next
 
 Either half may be missing. Every step is rounded to the dtype of x where PyTorch's own operations, called one after the
-other, round it; for bfloat16 and float16 the sum of squares is added up in the order of PyTorch's CUDA kernel too. A
-rounding more or less would be harmless in itself, but each one flips codes of the next INT8 Linear: so the fused block
-can be compared with the unfused one bit for bit.
+other, round it, and not in between where a model calls torch.addcmul; for bfloat16 and float16 sums are taken in the
+order of PyTorch's CUDA kernel too (of a LayerNorm where 512 divides K). A rounding more or less would be harmless in
+itself, but each one flips codes of the next INT8 Linear: so the fused block can be compared with the unfused one bit for
+bit.
 """
 
 from __future__ import annotations
@@ -24,27 +25,34 @@ from .rotate import check_group
 
 
 class Branch(NamedTuple):
-    """The end of a residual branch: y [..., K], the weight [K] of its norm or None, eps, gate [B, K] (B divides the rows).
+    """The end of a residual branch: x + gate * rms_norm(y), with or without the norm and the gate.
 
-    The weight has the dtype of x or float32.
+    y: [..., K]. weight: [K] of the norm, of the dtype of x or float32, or None for no norm. gate: [B, K], B dividing the
+    rows, or None. one_rounding: whether the product stays unrounded, as in torch.addcmul(x, gate, y).
     """
 
     y: torch.Tensor
     weight: torch.Tensor | None
     eps: float
-    gate: torch.Tensor
+    gate: torch.Tensor | None
+    one_rounding: bool = False
 
 
 class Norm(NamedTuple):
-    """The start of the next: the weight [K] of its norm, eps, scale [B, K] of the modulation 1 + scale, shift [B, K] or None.
+    """The start of the next: norm(x) * (1 + scale) + shift.
 
-    The weight has the dtype of x or float32.
+    weight: [K] of the norm, of the dtype of x or float32, or None. bias: like weight, or None. scale, shift: [B, K], B
+    dividing the rows; None for no modulation, or for one that does not shift. centred: LayerNorm in place of RMSNorm.
+    one_rounding: whether the product stays unrounded, as in torch.addcmul(shift, normed, 1 + scale).
     """
 
-    weight: torch.Tensor
+    weight: torch.Tensor | None
     eps: float
-    scale: torch.Tensor
+    scale: torch.Tensor | None
     shift: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    centred: bool = False
+    one_rounding: bool = False
 
 
 def _by_image(x: torch.Tensor, modulation: torch.Tensor) -> torch.Tensor:
@@ -55,19 +63,33 @@ def _by_image(x: torch.Tensor, modulation: torch.Tensor) -> torch.Tensor:
 def add_branch_torch(x: torch.Tensor, branch: Branch) -> torch.Tensor:
     """x [M, K] + gate * rms_norm(y), step by step, in the dtype of x."""
     y = branch.y.reshape(x.shape)
-    normed = y if branch.weight is None else _normed(y, branch.weight, branch.eps)
-    return (_by_image(x, branch.gate) + branch.gate.unsqueeze(1) * _by_image(normed, branch.gate)).view(x.shape)
+    if branch.weight is not None:
+        y = _normed(y, Norm(branch.weight, branch.eps, None))
+    if branch.gate is None:
+        return x + y
+    parts, gate = (_by_image(x, branch.gate), _by_image(y, branch.gate)), branch.gate.unsqueeze(1)
+    out = torch.addcmul(*parts, gate) if branch.one_rounding else parts[0] + gate * parts[1]
+    return out.view(x.shape)
 
 
 def modulated_norm_torch(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """rms_norm(x [M, K]) * (1 + scale) + shift, step by step, in the dtype of x."""
-    v = _by_image(_normed(x, norm.weight, norm.eps), norm.scale) * (1.0 + norm.scale).unsqueeze(1)
+    """norm(x [M, K]) * (1 + scale) + shift, step by step, in the dtype of x."""
+    v = _normed(x, norm)
+    if norm.scale is None:
+        return v
+    v, factor = _by_image(v, norm.scale), (1.0 + norm.scale).unsqueeze(1)
+    if norm.one_rounding:
+        return torch.addcmul(norm.shift.unsqueeze(1), v, factor).view(x.shape)
+    v = v * factor
     return (v if norm.shift is None else v + norm.shift.unsqueeze(1)).view(x.shape)
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     # a float32 weight norms in float32, rounded once
-    return torch.nn.functional.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(x.dtype)
+    wide, weight = x if norm.weight is None else x.to(norm.weight.dtype), norm.weight
+    if norm.centred:
+        return torch.nn.functional.layer_norm(wide, x.shape[-1:], weight, norm.bias, norm.eps).to(x.dtype)
+    return torch.nn.functional.rms_norm(wide, x.shape[-1:], weight, norm.eps).to(x.dtype)
 
 
 def residual_norm(
@@ -126,34 +148,56 @@ def _check(x: torch.Tensor, branch: Branch | None, norm: Norm | None, m: int, k:
             f"residual_norm: x is {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}. Needed: float16, bfloat16 or "
             "float32, contiguous, with at least one column. Convert it first."
         )
-    vectors = [] if branch is None else [("gate", branch.weight, branch.gate)]
+    if branch is not None:
+        _check_vectors(x, m, branch.weight, {"gate": branch.gate})
     if norm is not None:
-        vectors += [("scale", norm.weight, norm.scale)]
-        vectors += [] if norm.shift is None else [("shift", norm.weight, norm.shift)]
-    for name, weight, modulation in vectors:
-        fits = (
-            modulation.dim() == 2 and modulation.shape[1] == k and modulation.shape[0] and modulation.dtype == x.dtype
-        )
-        fits = fits and (weight is None or (weight.shape == (k,) and weight.dtype in (x.dtype, torch.float32)))
-        if not fits or m % modulation.shape[0]:
-            norm_weight = "none" if weight is None else f"{weight.dtype} {tuple(weight.shape)}"
-            raise UnsupportedInput(
-                f"residual_norm: the norm's weight is {norm_weight} and {name} {modulation.dtype} "
-                f"{tuple(modulation.shape)} for {m} rows of {k} {x.dtype}. Needed: [{k}] of that dtype or float32, and "
-                f"[B, {k}] of that dtype, B dividing the rows. Run the norm by itself instead."
-            )
-        if modulation.stride(1) != 1 or (weight is not None and weight.stride(0) != 1):
-            raise UnsupportedInput(
-                f"residual_norm: {name} has the strides {modulation.stride()}, or the norm's weight is spaced. Needed: "
-                "columns side by side. Call contiguous() first."
-            )
-    if norm is not None and norm.shift is not None and norm.shift.shape != norm.scale.shape:
-        raise UnsupportedInput(
-            f"residual_norm: scale is {tuple(norm.scale.shape)} and shift {tuple(norm.shift.shape)}. Needed: the same. "
-            "Expand one of them."
-        )
+        _check_vectors(x, m, norm.weight, {"scale": norm.scale, "shift": norm.shift})
+        _check_parts(norm)
     if branch is not None and (branch.y.shape != x.shape or branch.y.dtype != x.dtype or not branch.y.is_contiguous()):
         raise UnsupportedInput(
             f"residual_norm: y is {branch.y.dtype} {tuple(branch.y.shape)} beside x {x.dtype} {tuple(x.shape)}. "
             "Needed: the same shape and dtype, contiguous. Convert it first."
+        )
+
+
+def _check_vectors(x: torch.Tensor, m: int, weight: torch.Tensor | None, modulation: dict) -> None:
+    k = x.shape[-1]
+    for name, vector in modulation.items():
+        fits = weight is None or (weight.shape == (k,) and weight.dtype in (x.dtype, torch.float32))
+        if vector is not None:
+            fits = fits and vector.dim() == 2 and vector.shape[1] == k and vector.shape[0] and vector.dtype == x.dtype
+        if not fits or (vector is not None and m % vector.shape[0]):
+            norm_weight = "none" if weight is None else f"{weight.dtype} {tuple(weight.shape)}"
+            given = "none" if vector is None else f"{vector.dtype} {tuple(vector.shape)}"
+            raise UnsupportedInput(
+                f"residual_norm: the norm's weight is {norm_weight} and {name} {given} for {m} rows of {k} {x.dtype}. "
+                f"Needed: [{k}] of that dtype or float32, and [B, {k}] of that dtype, B dividing the rows. Run the norm "
+                "by itself instead."
+            )
+        strides = [t.stride()[-1] for t in (vector, weight) if t is not None]
+        if any(stride != 1 for stride in strides):
+            raise UnsupportedInput(
+                f"residual_norm: {name} or the norm's weight has the column strides {strides}. Needed: columns side by "
+                "side. Call contiguous() first."
+            )
+
+
+def _check_parts(norm: Norm) -> None:
+    scale, shift, bias = norm.scale, norm.shift, norm.bias
+    if scale is not None and shift is not None and scale.shape != shift.shape:
+        raise UnsupportedInput(
+            f"residual_norm: scale is {tuple(scale.shape)} and shift {tuple(shift.shape)}. Needed: the same. "
+            "Expand one of them."
+        )
+    lone = (shift is not None and scale is None) or (norm.one_rounding and (scale is None or shift is None))
+    if lone or (bias is not None and (norm.weight is None or not norm.centred)):
+        there = [name for name, part in norm._asdict().items() if part is not None and part is not False]
+        raise UnsupportedInput(
+            f"residual_norm: the norm has {', '.join(there)}. Needed: a scale where it shifts, both where they are rounded "
+            "once, and a weight and centring where there is a bias. Run the norm by itself instead."
+        )
+    if bias is not None and (bias.shape != norm.weight.shape or bias.dtype != norm.weight.dtype or bias.stride(0) != 1):
+        raise UnsupportedInput(
+            f"residual_norm: the norm's weight is {norm.weight.dtype} {tuple(norm.weight.shape)} and its bias {bias.dtype} "
+            f"{tuple(bias.shape)}, strides {bias.stride()}. Needed: both alike, contiguous. Convert the bias first."
         )

@@ -1,7 +1,10 @@
 """residual_norm and quantize_swiglu against PyTorch's own operations, called one after the other."""
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from native_int8.kernels import (
     Branch,
     Norm,
@@ -13,14 +16,21 @@ from native_int8.kernels import (
     residual_norm,
 )
 from native_int8.kernels.packed_rows import empty_rows, parts_of
+from native_int8.kernels.residual_norm_triton import moments
 from packtest.checks import assert_close, assert_codes_within_one, assert_same
 from packtest.shapes import activation, generator
 
 EPS = 1e-5
 WIDTHS = [(1, 0), (33, 0), (256, 0), (320, 64), (768, 256), (4608, 0), (4608, 256), (5120, 1024)]
 HALVES = {"begin": (False, True), "both": (True, True), "end": (True, False)}
-# whether the branch has a norm, and whether the modulation shifts
-KINDS = {"sandwich": (True, False), "plain branch and shift": (False, True)}
+# what a block has beside y, gate and scale
+KINDS = (
+    "sandwich",
+    "plain branch and shift",
+    "layer norm in one rounding",
+    "gate in two roundings, layer norm",
+    "no gate, affine layer norm",
+)
 
 
 def normal(*shape, seed, dtype, device):
@@ -37,18 +47,29 @@ def operands(m, k, images, dtype, device):
 
 
 def as_kind(kind, branch, norm):
-    """The operands with or without the branch's norm, and a float32 weight and a shift in the norm."""
-    has_norm, shifts = KINDS[kind]
-    branch = branch if has_norm else branch._replace(weight=None)
-    return branch, norm._replace(weight=norm.weight.float(), shift=norm.scale * 0.5) if shifts else norm
+    """The operands as blocks have them."""
+    weight, shift = norm.weight, norm.scale * 0.5
+    if kind == "sandwich":
+        return branch, norm
+    branch = branch._replace(weight=None)
+    if kind == "plain branch and shift":
+        return branch, norm._replace(weight=weight.float(), shift=shift)
+    if kind == "layer norm in one rounding":
+        norm = norm._replace(weight=None, shift=shift, centred=True, one_rounding=True)
+        return branch._replace(one_rounding=True), norm
+    if kind == "gate in two roundings, layer norm":
+        return branch, norm._replace(weight=None, shift=shift, centred=True)
+    return branch._replace(gate=None), Norm(weight, EPS, None, bias=(weight - 1) * 3, centred=True)
 
 
 def in_float64(x, branch, norm):
     """What the op means, without any rounding."""
 
-    def normed(v, weight, eps):
+    def normed(v, weight, eps, centred=False):
         v = v.double().cpu()
-        return v / (v.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double().cpu()
+        v = v - v.mean(-1, keepdim=True) if centred else v
+        v = v / (v.square().mean(-1, keepdim=True) + eps).sqrt()
+        return v if weight is None else v * weight.double().cpu()
 
     def by_image(vector):
         return vector.double().cpu().repeat_interleave(len(x) // len(vector), 0)
@@ -56,10 +77,36 @@ def in_float64(x, branch, norm):
     out = x.double().cpu()
     if branch is not None:
         y = branch.y.double().cpu() if branch.weight is None else normed(branch.y, branch.weight, branch.eps)
-        out = out + by_image(branch.gate) * y
+        out = out + (y if branch.gate is None else by_image(branch.gate) * y)
     if norm is None:
         return out, None
-    v = normed(out, norm.weight, norm.eps) * (1 + by_image(norm.scale))
+    v = normed(out, norm.weight, norm.eps, norm.centred)
+    v = v if norm.bias is None else v + norm.bias.double().cpu()
+    v = v if norm.scale is None else v * (1 + by_image(norm.scale))
+    return out, v if norm.shift is None else v + by_image(norm.shift)
+
+
+def as_pytorch(x, branch, norm):
+    """The operations of a block in PyTorch, one after the other: x', and what is quantised of it."""
+    y, functional = branch.y, torch.nn.functional
+
+    def by_image(vector):
+        return vector.repeat_interleave(len(x) // len(vector), 0)
+
+    if branch.weight is not None:
+        y = functional.rms_norm(y, y.shape[1:], branch.weight, EPS)
+    if branch.gate is not None:
+        gate = by_image(branch.gate)
+        out = torch.addcmul(x, y, gate) if branch.one_rounding else x + gate * y
+    else:
+        out = x + y
+    if norm.centred:
+        v = functional.layer_norm(out, out.shape[1:], norm.weight, norm.bias, EPS)
+    else:
+        v = functional.rms_norm(out.to(norm.weight.dtype), out.shape[1:], norm.weight, EPS).to(x.dtype)
+    if norm.one_rounding:
+        return out, torch.addcmul(by_image(norm.shift), v, 1 + by_image(norm.scale))
+    v = v if norm.scale is None else v * (1.0 + by_image(norm.scale))
     return out, v if norm.shift is None else v + by_image(norm.shift)
 
 
@@ -70,6 +117,8 @@ def test_means_norm_gate_norm_and_quantise(k, group, half, kind, impl, device):
     x, *parts = operands(6, k, 3, torch.float32, device)
     branch, norm = as_kind(kind, *parts)
     branch, norm = (part if there else None for part, there in zip((branch, norm), HALVES[half], strict=True))
+    # a mean that is not near zero
+    x += 2
     out, rows = residual_norm(x, branch, norm, rotation_group=group, implementation=impl)
     expected, normed = in_float64(x, branch, norm)
     assert_close(out, expected, 1e-6, "x")
@@ -91,16 +140,8 @@ def test_rounds_where_pytorch_rounds(dtype, images, kind, impl, device):
     x, *parts = operands(m, k, images, dtype, device)
     branch, norm = as_kind(kind, *parts)
     out, rows = residual_norm(x, branch, norm, implementation=impl)
-    each = m // images
-    gate, scale = (vector.repeat_interleave(each, 0) for vector in (branch.gate, norm.scale))
-    y = branch.y
-    if branch.weight is not None:
-        y = torch.nn.functional.rms_norm(y, (k,), branch.weight, EPS)
-    expected = x + gate * y
+    expected, normed = as_pytorch(x, branch, norm)
     q, row_scale = parts_of(rows, m, k)
-    normed = torch.nn.functional.rms_norm(out.to(norm.weight.dtype), (k,), norm.weight, EPS).to(dtype) * (1.0 + scale)
-    if norm.shift is not None:
-        normed = normed + norm.shift.repeat_interleave(each, 0)
     expected_q, expected_scale = quantize_rows(normed, implementation=impl)
     if impl == "triton" and device.type == "cpu":
         # the interpreter truncates to bfloat16 and adds in an order of its own
@@ -110,6 +151,56 @@ def test_rounds_where_pytorch_rounds(dtype, images, kind, impl, device):
     assert_same(out, expected, "x")
     assert_same(q, expected_q, "codes")
     assert_same(row_scale, expected_scale.view(-1), "scale")
+
+
+@triton.jit
+def _moments_kernel(x_ptr, mean_ptr, inverse_ptr, K: tl.constexpr):
+    row = tl.program_id(0)
+    mean, inverse = moments(x_ptr + row * K, 1e-5, K)
+    tl.store(mean_ptr + row, mean)
+    tl.store(inverse_ptr + row, inverse)
+
+
+def welford_of_128_threads(x, multiply_add):
+    """Mean and variance of each row of x [M, K], added up as PyTorch's CUDA kernel does; K a multiple of 512."""
+    vectors = x.reshape(len(x), -1, 128, 4)
+    one = np.float32(1)
+    mean, spread, count = (np.zeros((len(x), 128), np.float32) for _ in range(3))
+    for part in range(vectors.shape[1]):
+        for value in range(4):
+            v = vectors[:, part, :, value]
+            delta, count = v - mean, count + one
+            mean = multiply_add(delta, one / count, mean)
+            spread = multiply_add(delta, v - mean, spread)
+    # a warp's lanes in halves, then the four warps in halves
+    mean, spread, count = (a.reshape(-1, 4, 32) for a in (mean, spread, count))
+    for axis, width in ((2, 16), (2, 8), (2, 4), (2, 2), (2, 1), (1, 2), (1, 1)):
+        (own, other), (own_spread, other_spread), (own_count, other_count) = (
+            np.split(a.take(range(2 * width), axis), 2, axis) for a in (mean, spread, count)
+        )
+        delta, count = own - other, own_count + other_count
+        share = one / count
+        mean = multiply_add(other, other_count * share, own * (own_count * share))
+        spread = multiply_add(delta * delta * other_count, own_count * share, own_spread + other_spread)
+    return mean.ravel(), spread.ravel() / np.float32(x.shape[1])
+
+
+@pytest.mark.parametrize("k", [512, 1536, 3072, 5120])
+def test_mean_and_variance_are_taken_in_pytorch_s_order(k, device):
+    x = activation(4, k, torch.float32, device) + 0.5
+    got, inverse = (torch.empty(4, device=device) for _ in range(2))
+    _moments_kernel[(4,)](x, got, inverse, k, num_warps=4)
+
+    def fused(a, b, c):
+        return (a.astype(np.float64) * b + c).astype(np.float32)
+
+    # the interpreter rounds products, too
+    mean, variance = welford_of_128_threads(
+        x.cpu().numpy(), fused if device.type == "cuda" else lambda a, b, c: a * b + c
+    )
+    assert_same(got, torch.from_numpy(mean), "mean")
+    assert_close(inverse, torch.from_numpy(1 / np.sqrt(variance + np.float32(1e-5))), 3e-7, "inverse")
+    assert_close(inverse, 1 / (x.double().var(-1, correction=0) + 1e-5).sqrt(), 1e-6, "inverse")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -182,6 +273,10 @@ def test_what_does_not_fit_is_refused():
         (norm._replace(weight=norm.weight.half()), "weight is torch.float16"),
         (norm._replace(weight=torch.ones(64)[::2]), "side by side"),
         (norm._replace(shift=norm.scale.expand(2, 32)), "Expand one"),
+        (norm._replace(bias=norm.weight), "the norm has weight, eps, scale, bias"),
+        (norm._replace(one_rounding=True), "scale, one_rounding. Needed"),
+        (norm._replace(scale=None, shift=norm.scale), "a scale where it shifts"),
+        (norm._replace(bias=norm.weight.half(), centred=True), "its bias torch.float16"),
     ):
         with pytest.raises(UnsupportedInput, match=words):
             residual_norm(x, None, part)

@@ -267,22 +267,30 @@ def quantize_reports(kernels, sm: int):
 
 
 def block_reports(kernels, sm: int):
-    """What stands between the Linears of a block: residual_norm with both halves and each alone, activations."""
+    """What stands between the Linears of a block: residual_norm as the known blocks need it, activations, rope."""
     module = kernels["residual_norm_triton"]
-    names = ("x_ptr", "y_ptr", "out_ptr", "branch_weight_ptr", "gate_ptr", "norm_weight_ptr", "mod_ptr", "shift_ptr")
+    vectors = ("branch_weight_ptr", "gate_ptr", "norm_weight_ptr", "bias_ptr", "mod_ptr", "shift_ptr")
+    names = ("x_ptr", "y_ptr", "out_ptr", *vectors)
     types = dict.fromkeys(names, "*bf16") | {"q_ptr": INT8, "scale_ptr": FP32, "branch_eps": "fp32", "norm_eps": "fp32"}
     types |= dict.fromkeys(("rows_per_gate", "rows_per_scale", "stride_gate", "stride_mod", "stride_shift"), "i32")
     options = {"enable_fp_fusion": False}
-    # branch, its norm, norm, shift
-    for k, group, halves in ((4608, 0, (1, 1, 1, 0)), (4608, 256, (1, 1, 1, 0)), (4608, 0, (0, 0, 1, 0)),
-                             (4608, 0, (1, 1, 0, 0)), (3840, 256, (1, 1, 1, 0)), (6144, 0, (1, 0, 1, 1)),
-                             (6144, 256, (1, 0, 1, 1))):  # fmt: skip
+    flags = ("HAS_BRANCH", "BRANCH_NORM", "GATE", "HAS_NORM", "CENTRED", "WEIGHT", "BIAS", "MODULATION", "SHIFT")
+    # what a block has: branch, its norm, gate; norm, LayerNorm, weight, bias, modulation, shift
+    for name, k, group, has in (
+        ("sandwich", 4608, 0, (1, 1, 1, 1, 0, 1, 0, 1, 0)), ("sandwich", 4608, 256, (1, 1, 1, 1, 0, 1, 0, 1, 0)),
+        ("sandwich", 3840, 256, (1, 1, 1, 1, 0, 1, 0, 1, 0)), ("begin", 4608, 0, (0, 0, 0, 1, 0, 1, 0, 1, 0)),
+        ("end", 4608, 0, (1, 1, 1, 0, 0, 0, 0, 0, 0)), ("shift", 6144, 0, (1, 0, 1, 1, 0, 1, 0, 1, 1)),
+        ("shift", 6144, 256, (1, 0, 1, 1, 0, 1, 0, 1, 1)), ("begin centred", 5120, 0, (0, 0, 0, 1, 1, 0, 0, 2, 1)),
+        ("begin centred", 6144, 0, (0, 0, 0, 1, 1, 0, 0, 2, 1)), ("gate, affine", 5120, 0, (1, 0, 2, 1, 1, 1, 1, 0, 0)),
+        ("no gate, centred", 5120, 0, (1, 0, 0, 1, 1, 0, 0, 2, 1)), ("gate, centred", 3072, 0, (1, 0, 2, 1, 1, 0, 0, 2, 1)),
+        ("gate, centred", 4096, 256, (1, 0, 1, 1, 1, 0, 0, 2, 1)), ("end in one", 5120, 0, (1, 0, 2, 0, 0, 0, 0, 0, 0)),
+    ):  # fmt: skip
         block_a, block_b = module.row_blocks(k, group)
-        flags = zip(("HAS_BRANCH", "BRANCH_NORM", "HAS_NORM", "HAS_SHIFT"), map(bool, halves), strict=True)
-        constants = dict(flags) | {"K": k, "GROUP": group}
+        kinds = [n if flag in ("GATE", "MODULATION") else bool(n) for flag, n in zip(flags, has, strict=True)]
+        constants = dict(zip(flags, kinds, strict=True)) | {"K": k, "GROUP": group}
         constants |= {"BLOCK_A": block_a, "BLOCK_B": block_b}
         compiled = _compile(module._residual_norm_kernel, types, constants, sm, module.warps(k), 3, options)
-        yield report("residual_norm", f"k{k} group{group} halves{halves}", sm, compiled)
+        yield report("residual_norm", f"{name} k{k} group{group}", sm, compiled)
     module = kernels["quantize_activation_triton"]
     types = dict.fromkeys(("before_ptr", "gate_ptr", "up_ptr"), "*bf16") | {
         "q_ptr": INT8,
