@@ -1,6 +1,6 @@
 """Result files -> the bars with pass or FAIL, tables, and a plot.
 
-    python tests/bench/summary.py results/h200_*.json [--plot results/h200.png] [--write]
+    python tests/bench/summary.py FILES [--plot results/h200.png] [--write]
 
 Any set of files that this bench writes, told apart by what is in them: run.py (native and sm80), random_shapes.py,
 sanitize.sh and ideogram4_forward.py. What no file covers is listed as not run. --write puts the text into this folder's
