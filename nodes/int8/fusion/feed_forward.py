@@ -13,8 +13,7 @@ from ....kernels.int8_linear_fused import fits_swiglu, swiglu_of_rows
 from ....kernels.packed_rows import empty_rows
 from ....kernels.quantize_activation import activated_torch, quantize_gelu, quantize_swiglu
 from .. import short_way
-from ..shared_rows import Given
-from .pieces import NOT_TAKEN, options
+from .pieces import options, read
 
 
 class FeedForward:
@@ -33,7 +32,7 @@ class FeedForward:
 
     @property
     def linears(self) -> tuple[torch.nn.Module, ...]:
-        """All Linears in the order in which they run; `kinds` elsewhere are theirs."""
+        """All Linears in the order in which they run."""
         return *self.first, self.last
 
     def __call__(
@@ -48,30 +47,25 @@ class FeedForward:
 
         Args:
             x: [..., K], of the shape and dtype of the input; not read.
-            rows: the quantised input, of kinds[0], which all of `first` share.
+            rows: the quantised input.
+            kinds: of the rows that the first Linears and the last one read.
             make: returns the input itself.
         """
-        shared = run.shared
         product = self._product(run, x, rows, kinds[0])
         if product is not None:
             return self.last(product)
-        given = shared.given = Given(x, rows, kinds[0], make)
-        hidden = [linear(x) for linear in self.first]
-        shared.given = None
-        if given.used != len(self.first):
-            return NOT_TAKEN
-        del given, rows
+        hidden = read(run, self.first, x, rows, kinds[0], make)
+        if isinstance(hidden, str):
+            return hidden
         gate, up = self._halves(hidden)
         if up is None:
-            rows = quantize_gelu(gate, **options(kinds[-1]))
+            rows = quantize_gelu(gate, **options(kinds[1]))
         else:
-            rows = quantize_swiglu(gate, up, **options(kinds[-1]))
+            rows = quantize_swiglu(gate, up, **options(kinds[1]))
         # memory that is there, in the shape of what the last Linear reads
         stand_in = hidden[0].reshape(-1)[: gate.numel()].view(gate.shape)
-        given = shared.given = Given(stand_in, rows, kinds[-1], lambda: activated_torch(gate, up))
-        y = self.last(stand_in)
-        shared.given = None
-        return y if given.used == 1 else NOT_TAKEN
+        y = read(run, (self.last,), stand_in, rows, kinds[1], lambda: activated_torch(gate, up))
+        return y if isinstance(y, str) else y[0]
 
     def _halves(self, hidden: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._gelu:
@@ -95,8 +89,8 @@ class FeedForward:
         return swiglu_of_rows(x, rows, gate, up, kind[1])
 
     def warm_up(self, kinds: list[tuple], dtype: torch.dtype) -> int:
-        """Compile, and launch once, the kernels for Linears of `kinds`; returns how many."""
-        first, last = kinds[0], kinds[-1]
+        """Compile, and launch once, the kernels for these kinds of rows; returns how many."""
+        first, last = kinds
         hidden = torch.zeros((1, 2, last[2]), dtype=dtype, device=last[0])
         if self._gelu:
             quantize_gelu(hidden, **options(last))

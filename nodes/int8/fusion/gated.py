@@ -20,7 +20,7 @@ from .. import short_way
 from ..shared_rows import Given
 from .feed_forward import FeedForward
 from .guards import Watched, release, why_reads_more, why_unknown
-from .pieces import NOT_TAKEN, normed, options, owner, why_unfit
+from .pieces import NOT_TAKEN, kinds_of, normed, options, owner, why_not_int8, why_unfit
 
 
 class Ending(NamedTuple):
@@ -91,8 +91,7 @@ class GatedBlock:
             return reason
         names = ((parts[0], cls.readers), (parts[1], cls.swiglu))
         linears = [(name, part._modules.get(name)) for part, children in names for name in children]
-        float_ones = [name for name, linear in linears if linear is None or not short_way.is_known(linear)]
-        return f"{' and '.join(float_ones)} of a block are not INT8" if float_ones else cls(module)
+        return why_not_int8(linears) or cls(module)
 
     def vectors(self, x: torch.Tensor, condition, borrowed: list) -> Vectors | str:
         """The norms' weights and the modulation for the input x, or one sentence that says why they do not fit.
@@ -119,7 +118,7 @@ class GatedBlock:
         residual_norm(x, None, vectors.first, **options(reader))
         residual_norm(x, Branch(x, *vectors.attention), vectors.second, **options(gate))
         residual_norm(x, Branch(x, *vectors.feed_forward), implementation=gate[1])
-        return 3 + self._feed.warm_up(kinds[-3:], dtype)
+        return 3 + self._feed.warm_up([gate, kinds[-1]], dtype)
 
     def zeros(self, x: torch.Tensor) -> Vectors:
         """Vectors like those of `vectors`, made of zeros."""
@@ -134,11 +133,9 @@ class GatedBlock:
         reason = self._watched.why_foreign() or why_unfit(x)
         if reason is not None:
             return reason
-        kinds = [short_way.rows_kind(linear, x.device) for linear in self._linears]
-        if None in kinds:
-            return "another pack replaced what a Linear of the block multiplies with"
-        if any(kind != kinds[0] for kind in kinds[1:-3]) or kinds[-3] != kinds[-2]:
-            return "Linears that read the same tensor are quantised differently"
+        kinds = kinds_of((self._linears[:-3], self._feed.first, (self._feed.last,)), x.device)
+        if isinstance(kinds, str):
+            return kinds
         borrowed: list = []
         try:
             found = self.vectors(x, condition, borrowed)
@@ -157,8 +154,8 @@ class GatedBlock:
             return NOT_TAKEN
         del rows, given
 
-        h, rows = residual_norm(x, Branch(y.contiguous(), *vectors.attention), second, **options(kinds[-3]))
-        y = self._feed(run, h, rows, kinds[-3:], lambda: normed(h, second))
+        h, rows = residual_norm(x, Branch(y.contiguous(), *vectors.attention), second, **options(kinds[1]))
+        y = self._feed(run, h, rows, kinds[1:], lambda: normed(h, second))
         if isinstance(y, str):
             return y
-        return residual_norm(h, Branch(y.contiguous(), *vectors.feed_forward), implementation=kinds[-1][1])[0]
+        return residual_norm(h, Branch(y.contiguous(), *vectors.feed_forward), implementation=kinds[1][1])[0]

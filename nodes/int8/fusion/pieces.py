@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Iterable
 
 import torch
 
 from ....kernels.residual_norm import Norm, modulated_norm_torch
+from .. import short_way
+from ..shared_rows import Given
 
 NOT_TAKEN = "a Linear did not take the rows that were made for it"
 
@@ -16,6 +19,46 @@ def owner(module: torch.nn.Module, where: str):
     if where.startswith("comfy."):
         return importlib.import_module(where)
     return type(module.get_submodule(where))
+
+
+def why_not_int8(linears: Iterable[tuple[str, torch.nn.Module | None]]) -> str | None:
+    """None when all of the named children are INT8 Linears that take rows."""
+    float_ones = [name for name, linear in linears if linear is None or not short_way.is_known(linear)]
+    return f"{' and '.join(float_ones)} of a block are not INT8" if float_ones else None
+
+
+def kinds_of(groups: Iterable[Iterable[torch.nn.Module]], device: torch.device) -> list[tuple] | str:
+    """The kind of rows that the Linears of each group read, or one sentence that says why they cannot share rows."""
+    found = []
+    for linears in groups:
+        kinds = {short_way.rows_kind(linear, device) for linear in linears}
+        if None in kinds:
+            return "another pack replaced what a Linear of the block multiplies with"
+        if len(kinds) > 1:
+            return "Linears that read the same tensor are quantised differently"
+        found += kinds
+    return found
+
+
+def read(
+    run: short_way.Run,
+    linears: Iterable[torch.nn.Module],
+    x: torch.Tensor,
+    rows: torch.Tensor | tuple,
+    kind: tuple,
+    make: Callable[[], torch.Tensor],
+) -> list[torch.Tensor] | str:
+    """What Linears make of rows that were quantised for them, or a sentence.
+
+    Args:
+        x: what they are called with, of the shape and dtype of their input; not read.
+        rows: their quantised input, of `kind`.
+        make: returns the input itself, for a Linear that cannot take rows.
+    """
+    given = run.shared.given = Given(x, rows, kind, make)
+    outputs = [linear(x) for linear in linears]
+    run.shared.given = None
+    return outputs if given.used == len(outputs) else NOT_TAKEN
 
 
 def options(kind: tuple) -> dict:
