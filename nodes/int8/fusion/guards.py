@@ -128,18 +128,27 @@ class Watched:
 
 def affine(norm: torch.nn.Module, like: torch.Tensor) -> tuple[torch.Tensor, tuple | None] | str:
     """The weight of a norm of the host in the dtype and on the device of `like`, and what `release` needs; or why not."""
+    found = affine_pair(norm, like)
+    return found if isinstance(found, str) else (found[0], found[2])
+
+
+def affine_pair(
+    norm: torch.nn.Module, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, tuple | None] | str:
+    """`affine` with the norm's bias, or None, between the two."""
     import comfy.ops
 
-    weight = norm._parameters.get("weight")
+    weight, bias = (norm._parameters.get(name) for name in ("weight", "bias"))
     if weight is None:
         return "a norm has no weight"
-    as_it_is = weight.dtype == like.dtype and weight.device == like.device
-    if as_it_is and "_v" not in norm.__dict__ and not norm.weight_function:
-        return weight, None
-    if not norm.comfy_cast_weights and not norm.weight_function:
+    as_they_are = all(t is None or (t.dtype == like.dtype and t.device == like.device) for t in (weight, bias))
+    functions = norm.weight_function or (bias is not None and norm.bias_function)
+    if as_they_are and "_v" not in norm.__dict__ and not functions:
+        return weight, bias, None
+    if not norm.comfy_cast_weights and not functions:
         return "a norm computes in another dtype"
-    cast, bias, stream = comfy.ops.cast_bias_weight(norm, like, offloadable=True)
-    return cast, (norm, cast, bias, stream)
+    cast, cast_bias, stream = comfy.ops.cast_bias_weight(norm, like, offloadable=True)
+    return cast, cast_bias, (norm, cast, cast_bias, stream)
 
 
 def release(borrowed: tuple | None) -> None:

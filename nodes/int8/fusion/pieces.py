@@ -66,14 +66,13 @@ def options(kind: tuple) -> dict:
     return {"rotation_group": kind[3], "implementation": kind[1]}
 
 
-def why_unfit(x: torch.Tensor) -> str | None:
-    """None for an input that fused blocks take."""
+def why_unfit(x: torch.Tensor, dtypes: tuple = (torch.bfloat16, torch.float32)) -> str | None:
+    """None for an input that fused blocks take. Most hosts' blocks clamp float16 in between, so that it is not among dtypes."""
     import comfy.model_management
 
     if type(x) is not torch.Tensor or x.dim() != 3 or not x.is_contiguous() or not x.numel():
         return "the input is no plain tensor of tokens"
-    # the host clamps float16 in between
-    if x.dtype not in (torch.bfloat16, torch.float32):
+    if x.dtype not in dtypes:
         return f"the input is {x.dtype}"
     if x.requires_grad or comfy.model_management.in_training:
         return "the MODEL is in training"

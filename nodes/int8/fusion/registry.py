@@ -22,7 +22,7 @@ import torch
 from ....kernels.dispatch import Int8Error
 from .. import short_way
 from ..seats import PerModel, Seat, Seats
-from . import ideogram4, krea2, lumina, rope
+from . import ideogram4, krea2, lumina, rope, wan
 
 SWITCH = "NATIVE_INT8_FUSION"
 FORWARD = "forward"
@@ -33,6 +33,7 @@ BLOCKS = {
     "ldm.ideogram4.model.Ideogram4TransformerBlock": ideogram4.Block.of,
     "ldm.krea2.model.SingleStreamBlock": krea2.Block.of,
     "ldm.lumina.model.JointTransformerBlock": lumina.Block.of,
+    "ldm.wan.model.WanAttentionBlock": wan.Block.of,
 }
 # class of the host -> (name of a method, what makes its seat)
 MODELS = {"ldm.ideogram4.model.Ideogram4Transformer2DModel": ("_run_conditional", ideogram4.without_full_mask)}
