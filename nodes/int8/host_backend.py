@@ -18,7 +18,7 @@ import torch
 from ...kernels import choose, int8_linear, int8_linear_residual, int8_matmul, quantize_rms_norm
 from ...kernels.capability import detect
 from ...kernels.dispatch import Int8Error
-from . import lora_branch, lora_patcher, own_wrappers, short_way, tuned_tiles
+from . import lora_branch, lora_patcher, own_wrappers, short_way, traced, tuned_tiles
 from .call_record import CallRecord
 from .fusion import registry as fusion
 from .fusion import rope
@@ -94,6 +94,7 @@ def register() -> None:
             f"INT8 models need comfy_kitchen with a backend registry, which could not be imported ({error}). "
             "Install the requirements.txt of this ComfyUI (comfy-kitchen 0.2.26 or newer) and restart it."
         ) from error
+    traced.define(lambda codes, weight: _counted(codes, weight, 0, None))
     with _lock:
         if NAME in registry.list_backends():
             return

@@ -62,10 +62,17 @@ TABLE: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
 }
 
 
+class Group:
+    """Linears that read the same tensor. kept: (tensor, its rows) while torch.compile traces them (traced.py)."""
+
+    def __init__(self):
+        self.kept: tuple | None = None
+
+
 class Place(NamedTuple):
     """Where a Linear stands in its group. host: the method that was read, to see whether it is still the one that runs."""
 
-    group: object
+    group: Group
     position: int
     is_last: bool
     host: _Method
@@ -85,7 +92,7 @@ class _Method:
 
 
 class _Kept(NamedTuple):
-    group: object
+    group: Group
     position: int
     input: torch.Tensor
     kind: tuple
@@ -206,7 +213,7 @@ def find(root: torch.nn.Module, is_member: Callable[[torch.nn.Module], bool]) ->
             if reason is not None:
                 unknown[f"{HOST}{name} is not known here: {reason}"] += len(members)
                 continue
-            group, host = object(), _Method(parent, method)
+            group, host = Group(), _Method(parent, method)
             for position, child in enumerate(members):
                 places[id(child)] = Place(group, position, position == len(members) - 1, host)
     return places, unknown

@@ -40,7 +40,7 @@ from ...kernels.capability import detect
 from ...kernels.dispatch import Int8Error, LinearFacts, choose_for
 from ...kernels.low_rank import add_low_rank
 from ...kernels.prepared_linear import PreparedLinear
-from . import shared_rows
+from . import shared_rows, traced
 from .seats import PerModel, Seat, Seats
 
 LAYOUT = "TensorWiseINT8Layout"
@@ -87,6 +87,7 @@ def inside(diffusion_model: torch.nn.Module, add_run):
         add_run: called with the `Run` at the end.
     """
     seats = seats_of(diffusion_model)
+    traced.visible = traced.choice() == traced.VISIBLE
     outer = getattr(_thread, "run", None)
     run = _thread.run = Run()
     seats.enter_run(run)
@@ -276,7 +277,9 @@ def _lower_seat(module: torch.nn.Module, linear: _Linear):
             run.ways[GENERAL] += 1
             run.shared.pass_by(linear.place)
             input = run.shared.real(input)
-        y = of_class(module, input, weight, bias)
+        y = traced.linear(linear.place, module, input, weight, bias) if _is_compiling() and traced.visible else None
+        if y is None:
+            y = of_class(module, input, weight, bias)
         return y if low_rank is None else add_low_rank(y, input, low_rank)
 
     return _forward
