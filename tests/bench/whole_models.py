@@ -92,7 +92,38 @@ def block_fusion(content: dict) -> str:
     return "\n\n".join([*parts, content["note"]] if "note" in content else parts)
 
 
-KINDS = {"forward_ms": block_fusion, "rank": lora, "rows": text_encoder, "largest_layer_bytes": load}
+def fused_models(content: dict) -> str:
+    """Steps of several models with fused blocks, and where their time goes."""
+    models = content["models"]
+    names = list(next(iter(models.values()))["ms"])
+    body = [
+        [model, *(f"{found['ms'][n]:.1f} ({found['ms']['bf16'] / found['ms'][n]:.2f}x)" for n in names),
+         f"{found['cosine']['fused / linear']:.6f}", f"{found['cosine']['fused / bf16']:.4f}"]
+        for model, found in models.items()
+    ]  # fmt: skip
+    profiles = [(model, key, part) for model, found in models.items() for key, part in found.get("profile", {}).items()]
+    kinds = sorted({kind for _, _, part in profiles for kind in part["ms"]})
+    where = [
+        [f"{model}, {key}", part["launches"], *(f"{part['ms'].get(kind, 0):.1f}" for kind in kinds)]
+        for model, key, part in profiles
+    ]
+    whats = " ".join(f"{model}: {found['what']}; blocks: {found['layers']}." for model, found in models.items())
+    parts = [
+        f"One step with random weights, ms and times the speed of bf16. {whats}",
+        table(["model", *names, "cosine fused / linear", "fused / bf16"], body),
+        "Where the time goes, in ms of GPU time by one profiled forward:",
+        table(["model, what runs", "launches", *kinds], where),
+    ]
+    return "\n\n".join(parts)
+
+
+KINDS = {
+    "models": fused_models,
+    "forward_ms": block_fusion,
+    "rank": lora,
+    "rows": text_encoder,
+    "largest_layer_bytes": load,
+}
 
 
 def main() -> None:
@@ -106,7 +137,7 @@ def main() -> None:
         kind = next((make for key, make in KINDS.items() if key in content), None)
         if kind is None:
             raise SystemExit(
-                f"whole_models.py: {path} is no result of block_fusion.py, lora.py, text_encoder.py or load_memory.py."
+                f"whole_models.py: {path} is no result of block_fusion.py, block_fusion_models.py, lora.py, text_encoder.py or load_memory.py."
             )
         parts.append(f"{kind(content)}\n\n({machine(content)})")
     text = "\n\n".join(parts)
