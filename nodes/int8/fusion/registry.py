@@ -22,7 +22,7 @@ import torch
 from ....kernels.dispatch import Int8Error
 from .. import short_way
 from ..seats import PerModel, Seat, Seats
-from . import ideogram4, krea2, lumina, rope, wan
+from . import flux, ideogram4, krea2, lumina, qwen_image, rope, wan
 
 SWITCH = "NATIVE_INT8_FUSION"
 FORWARD = "forward"
@@ -30,9 +30,12 @@ HOST = "comfy."
 
 # class of the host -> what makes a fused block of a module, or returns why there is none
 BLOCKS = {
+    "ldm.flux.layers.DoubleStreamBlock": flux.Double.of,
+    "ldm.flux.layers.SingleStreamBlock": flux.Single.of,
     "ldm.ideogram4.model.Ideogram4TransformerBlock": ideogram4.Block.of,
     "ldm.krea2.model.SingleStreamBlock": krea2.Block.of,
     "ldm.lumina.model.JointTransformerBlock": lumina.Block.of,
+    "ldm.qwen_image.model.QwenImageTransformerBlock": qwen_image.Block.of,
     "ldm.wan.model.WanAttentionBlock": wan.Block.of,
 }
 # class of the host -> (name of a method, what makes its seat)
