@@ -23,6 +23,7 @@ def quantize_swiglu(
     *,
     before: torch.Tensor | None = None,
     rotation_group: int = 0,
+    kept: torch.Tensor | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor | tuple:
     """Quantise each row of silu(gate) * up, or of [before | silu(gate) * up].
@@ -32,13 +33,14 @@ def quantize_swiglu(
             spaced, as in halves of one tensor.
         before: [..., K0] of that dtype, contiguous, or None.
         rotation_group: 0, or 4, 16, 64, 256, 1024 dividing K0 + K.
+        kept: a contiguous tensor [..., K0 + K] of that dtype that gets what is quantised, before rotation; None for none.
         implementation: "triton" or "torch", to ask for exactly that one.
     Returns:
         the quantised rows as `PreparedLinear.with_rows` takes them.
     Raises:
         UnsupportedInput: a shape, dtype, stride or group that is not listed here.
     """
-    return _quantize(gate, up, before, rotation_group, implementation, "quantize_swiglu")
+    return _quantize(gate, up, before, rotation_group, kept, implementation, "quantize_swiglu")
 
 
 def quantize_gelu(
@@ -46,25 +48,33 @@ def quantize_gelu(
     *,
     before: torch.Tensor | None = None,
     rotation_group: int = 0,
+    kept: torch.Tensor | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor | tuple:
     """Quantise each row of gelu(x), approximated by tanh, or of [before | gelu(x)].
 
     Args:
         x: [..., K] as `gate` of `quantize_swiglu`.
-        before, rotation_group, implementation: as in `quantize_swiglu`.
+        before, rotation_group, kept, implementation: as in `quantize_swiglu`.
     Returns:
         the quantised rows as `PreparedLinear.with_rows` takes them.
     Raises:
         UnsupportedInput: a shape, dtype, stride or group that is not listed here.
     """
-    return _quantize(x, None, before, rotation_group, implementation, "quantize_gelu")
+    return _quantize(x, None, before, rotation_group, kept, implementation, "quantize_gelu")
 
 
-def _quantize(gate, up, before, rotation_group: int, implementation: str | None, op: str) -> torch.Tensor | tuple:
+def _quantize(gate, up, before, rotation_group: int, kept, implementation: str | None, op: str) -> torch.Tensor | tuple:
     before_2d, gate_2d, up_2d = _checked(gate, up, before, op)
     m, k = gate_2d.shape
     k += 0 if before_2d is None else before_2d.shape[1]
+    if kept is not None and (
+        kept.shape != (*gate.shape[:-1], k) or kept.dtype != gate.dtype or not kept.is_contiguous()
+    ):
+        raise UnsupportedInput(
+            f"{op}: kept is {kept.dtype} {tuple(kept.shape)}, strides {kept.stride()}. Needed: {gate.dtype} "
+            f"{(*gate.shape[:-1], k)}, contiguous. Allocate it so."
+        )
     if rotation_group:
         check_group(k, rotation_group)
     chosen = choose(
@@ -77,11 +87,13 @@ def _quantize(gate, up, before, rotation_group: int, implementation: str | None,
         v = activated_torch(gate_2d, up_2d)
         v = v if before_2d is None else torch.cat((before_2d, v), 1)
         quantize_rows_torch(v, q, scale, rotation_group, None)
+        if kept is not None:
+            kept.view(m, k).copy_(v)
         return rows
     from .quantize_activation_triton import quantize_activation_triton
 
     with on_device(gate.device):
-        quantize_activation_triton(before_2d, gate_2d, up_2d, q, scale, rotation_group)
+        quantize_activation_triton(before_2d, gate_2d, up_2d, q, scale, kept, rotation_group)
     return rows
 
 

@@ -22,7 +22,8 @@ def silu_product(gate, up, like_ptr, CUDA_MATH: tl.constexpr):
     up = up.to(like_ptr.dtype.element_ty).to(tl.float32)
     exp = libdevice.exp(-gate) if CUDA_MATH else tl.exp(-gate)
     silu = tl.math.div_rn(gate, 1.0 + exp).to(like_ptr.dtype.element_ty).to(tl.float32)
-    return (silu * up).to(like_ptr.dtype.element_ty).to(tl.float32)
+    # an instruction of its own, or a compiler may fuse it into an addition that follows and leave the rounding out
+    return tl.fma(silu, up, 0.0).to(like_ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -73,16 +74,18 @@ def _quantize_activation_kernel(
     up_ptr,
     q_ptr,
     scale_ptr,
+    kept_ptr,
     stride,
     BEFORE: tl.constexpr,
     GELU: tl.constexpr,
     CUDA_MATH: tl.constexpr,
+    KEPT: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """One program per row. before [M, BEFORE] and q [M, K] are contiguous, gate and up [M, K - BEFORE] have rows `stride`
+    """One program per row. before [M, BEFORE], q and kept [M, K] are contiguous, gate and up [M, K - BEFORE] have rows `stride`
     apart. Blocks as in _quantize_rows_kernel.
     """
     # int64: M * K passes 2**31 at video sizes
@@ -94,6 +97,13 @@ def _quantize_activation_kernel(
     b = a
     if BLOCK_B > 0:
         b = _values(before_ptr, gate_ptr, up_ptr, BLOCK_A + tl.arange(0, BLOCK_B), BEFORE, GELU, K, True, CUDA_MATH)
+    if KEPT:
+        kept_ptr += row * K
+        offs = tl.arange(0, BLOCK_A)
+        tl.store(kept_ptr + offs, a.to(kept_ptr.dtype.element_ty), mask=offs < K)
+        if BLOCK_B > 0:
+            offs = BLOCK_A + tl.arange(0, BLOCK_B)
+            tl.store(kept_ptr + offs, b.to(kept_ptr.dtype.element_ty), mask=offs < K)
     quantize_blocks(q_ptr + row * K, scale_ptr + row, a, b, K, GROUP, BLOCK_A, BLOCK_B)
 
 
@@ -105,16 +115,31 @@ def warps(k: int) -> int:
     return 4 if k <= 4096 else 8 if k <= 12288 else 16
 
 
-def quantize_activation_triton(before, gate, up, q, scale, rotation_group: int) -> None:
-    """before [M, K0] or None, gate and up [M, K] or None -> q [M, K0 + K] int8, scale [M] fp32; M > 0.
+def quantize_activation_triton(before, gate, up, q, scale, kept, rotation_group: int) -> None:
+    """before [M, K0] or None, gate and up [M, K] or None -> q [M, K0 + K] int8, scale [M] fp32, kept or None; M > 0.
 
     One dtype, columns side by side, gate and up with equal strides. Without up it is GELU of gate.
     """
     m, k = q.shape
     columns = 0 if before is None else before.shape[1]
     # CUDA's library is not there when kernels are interpreted
-    constants = (columns, up is None, not interpreted(), k, rotation_group, *row_blocks(k, rotation_group))
-    tensors = (gate if before is None else before, gate, gate if up is None else up, q, scale)
+    constants = (
+        columns,
+        up is None,
+        not interpreted(),
+        kept is not None,
+        k,
+        rotation_group,
+        *row_blocks(k, rotation_group),
+    )
+    tensors = (
+        gate if before is None else before,
+        gate,
+        gate if up is None else up,
+        q,
+        scale,
+        gate if kept is None else kept,
+    )
     stride = gate.stride(0)
     _launch(
         m,

@@ -98,6 +98,7 @@ def residual_norm(
     norm: Norm | None = None,
     *,
     rotation_group: int = 0,
+    kept: torch.Tensor | None = None,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | tuple | None]:
     """End one residual branch, begin the next, or both.
@@ -107,6 +108,7 @@ def residual_norm(
         branch: what is added to x; None to add nothing.
         norm: what is quantised; None to quantise nothing.
         rotation_group: 0, or 4, 16, 64, 256, 1024 dividing K: rotate each run of that many columns before quantising.
+        kept: a contiguous tensor of the shape and dtype of x that gets what is quantised, before rotation; None for none.
         implementation: "triton" or "torch", to ask for exactly that one.
     Returns:
         x', of the shape and dtype of x (x itself without a branch), and the quantised rows as
@@ -116,7 +118,7 @@ def residual_norm(
     """
     k = x.shape[-1] if x.dim() else 0
     m = x.numel() // k if k else 0
-    _check(x, branch, norm, m, k)
+    _check(x, branch, norm, kept, m, k)
     if rotation_group:
         check_group(k, rotation_group)
     device = detect(x.device)
@@ -132,17 +134,20 @@ def residual_norm(
     if chosen == "torch":
         out = flat if branch is None else add_branch_torch(flat, branch)
         if norm is not None:
-            quantize_rows_torch(modulated_norm_torch(out, norm), q, scale, rotation_group, None)
+            v = modulated_norm_torch(out, norm)
+            quantize_rows_torch(v, q, scale, rotation_group, None)
+            if kept is not None:
+                kept.view(m, k).copy_(v)
         return out.view(x.shape), rows
     from .residual_norm_triton import residual_norm_triton
 
     out = None if branch is None else torch.empty_like(flat)
     with on_device(x.device):
-        residual_norm_triton(flat, branch, out, norm, q, scale, rotation_group)
+        residual_norm_triton(flat, branch, out, norm, q, scale, kept, rotation_group)
     return x if out is None else out.view(x.shape), rows
 
 
-def _check(x: torch.Tensor, branch: Branch | None, norm: Norm | None, m: int, k: int) -> None:
+def _check(x: torch.Tensor, branch: Branch | None, norm: Norm | None, kept, m: int, k: int) -> None:
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32) or not k or not x.is_contiguous():
         raise UnsupportedInput(
             f"residual_norm: x is {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}. Needed: float16, bfloat16 or "
@@ -153,11 +158,12 @@ def _check(x: torch.Tensor, branch: Branch | None, norm: Norm | None, m: int, k:
     if norm is not None:
         _check_vectors(x, m, norm.weight, {"scale": norm.scale, "shift": norm.shift})
         _check_parts(norm)
-    if branch is not None and (branch.y.shape != x.shape or branch.y.dtype != x.dtype or not branch.y.is_contiguous()):
-        raise UnsupportedInput(
-            f"residual_norm: y is {branch.y.dtype} {tuple(branch.y.shape)} beside x {x.dtype} {tuple(x.shape)}. "
-            "Needed: the same shape and dtype, contiguous. Convert it first."
-        )
+    for name, t in (("y", None if branch is None else branch.y), ("kept", kept)):
+        if t is not None and (t.shape != x.shape or t.dtype != x.dtype or not t.is_contiguous()):
+            raise UnsupportedInput(
+                f"residual_norm: {name} is {t.dtype} {tuple(t.shape)} beside x {x.dtype} {tuple(x.shape)}. "
+                "Needed: the same shape and dtype, contiguous. Convert it first."
+            )
 
 
 def _check_vectors(x: torch.Tensor, m: int, weight: torch.Tensor | None, modulation: dict) -> None:

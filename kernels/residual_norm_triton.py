@@ -22,6 +22,16 @@ def _rounded(v, like_ptr):
 
 
 @triton.jit
+def _product(a, b, like_ptr):
+    """a * b, rounded to the type that like_ptr points to, as fp32.
+
+    Added to nothing by an instruction of its own: a compiler that may fuse products into additions would otherwise make
+    this one a part of the addition that follows, and leave the rounding out.
+    """
+    return _rounded(tl.fma(a, b, 0.0), like_ptr)
+
+
+@triton.jit
 def inverse_rms(x_ptr, eps, K: tl.constexpr):
     """1 / sqrt(mean(x^2) + eps) of the K values at x_ptr, added up as PyTorch's CUDA kernel does."""
     offs = tl.arange(0, 512)
@@ -130,10 +140,10 @@ def _with_branch(
     v = _load(y_ptr, offs, K, MASKED)
     if NORM:
         v = _rounded(_load(weight_ptr, offs, K, MASKED) * (inverse * v), y_ptr)
-    if GATE > 0:
-        v = _load(gate_ptr, offs, K, MASKED) * v
     if GATE == 1:
-        v = _rounded(v, y_ptr)
+        v = _product(_load(gate_ptr, offs, K, MASKED), v, y_ptr)
+    if GATE == 2:
+        v = _load(gate_ptr, offs, K, MASKED) * v
     v = (x + v).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offs, v, mask=offs < K)
     return v.to(tl.float32)
@@ -147,6 +157,7 @@ def _modulated(
     bias_ptr,
     mod_ptr,
     shift_ptr,
+    kept_ptr,
     offs,
     mean,
     inverse,
@@ -155,6 +166,7 @@ def _modulated(
     BIAS: tl.constexpr,
     MODULATION: tl.constexpr,
     SHIFT: tl.constexpr,
+    KEPT: tl.constexpr,
     K: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -166,11 +178,12 @@ def _modulated(
         v = _load(weight_ptr, offs, K, MASKED) * v
     v = _rounded(v, x_ptr)
     if MODULATION > 0:
-        v = v * _rounded(1.0 + _load(mod_ptr, offs, K, MASKED), x_ptr)
-    if MODULATION == 1:
-        v = _rounded(v, x_ptr)
+        scale = _rounded(1.0 + _load(mod_ptr, offs, K, MASKED), x_ptr)
+        v = _product(v, scale, x_ptr) if MODULATION == 1 else v * scale
     if SHIFT:
         v = _rounded(v + _load(shift_ptr, offs, K, MASKED), x_ptr)
+    if KEPT:
+        tl.store(kept_ptr + offs, v.to(kept_ptr.dtype.element_ty), mask=offs < K)
     # columns that are not there must not count in the row's scale
     return tl.where(offs < K, v, 0.0) if CENTRED and MASKED else v
 
@@ -188,6 +201,7 @@ def _residual_norm_kernel(
     shift_ptr,
     q_ptr,
     scale_ptr,
+    kept_ptr,
     branch_eps,
     norm_eps,
     rows_per_gate,
@@ -204,6 +218,7 @@ def _residual_norm_kernel(
     BIAS: tl.constexpr,
     MODULATION: tl.constexpr,
     SHIFT: tl.constexpr,
+    KEPT: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_A: tl.constexpr,
@@ -211,7 +226,8 @@ def _residual_norm_kernel(
 ):
     """x, y, out [M, K] contiguous. Row i takes gate row i // rows_per_gate and scale row i // rows_per_scale.
 
-    GATE, MODULATION: 0 for none, 1 for a product that is rounded, 2 for one that is not.
+    GATE, MODULATION: 0 for none, 1 for a product that is rounded, 2 for one that is not. KEPT: store what is quantised at
+    kept_ptr, too.
     """
     # int64: M * K passes 2**31 at video sizes
     row = tl.program_id(0).to(tl.int64)
@@ -241,19 +257,20 @@ def _residual_norm_kernel(
     if HAS_NORM:
         mod_ptr += row // rows_per_scale * stride_mod
         shift_ptr += row // rows_per_scale * stride_shift
+        kept_ptr += row * K
         mean = 0.0
         if CENTRED:
             mean, inverse = moments(x_ptr, norm_eps, K)
         else:
             inverse = inverse_rms(x_ptr, norm_eps, K)
         a = _modulated(
-            a, x_ptr, norm_weight_ptr, bias_ptr, mod_ptr, shift_ptr, offs_a, mean, inverse,
-            CENTRED, WEIGHT, BIAS, MODULATION, SHIFT, K, ONE,
+            a, x_ptr, norm_weight_ptr, bias_ptr, mod_ptr, shift_ptr, kept_ptr, offs_a, mean, inverse,
+            CENTRED, WEIGHT, BIAS, MODULATION, SHIFT, KEPT, K, ONE,
         )  # fmt: skip
         if BLOCK_B > 0:
             b = _modulated(
-                b, x_ptr, norm_weight_ptr, bias_ptr, mod_ptr, shift_ptr, offs_b, mean, inverse,
-                CENTRED, WEIGHT, BIAS, MODULATION, SHIFT, K, True,
+                b, x_ptr, norm_weight_ptr, bias_ptr, mod_ptr, shift_ptr, kept_ptr, offs_b, mean, inverse,
+                CENTRED, WEIGHT, BIAS, MODULATION, SHIFT, KEPT, K, True,
             )  # fmt: skip
         quantize_blocks(q_ptr + row * K, scale_ptr + row, a, b, K, GROUP, BLOCK_A, BLOCK_B)
 
@@ -266,8 +283,8 @@ def warps(k: int) -> int:
     return 4 if k <= 8192 else 8
 
 
-def constants_of(branch, norm) -> tuple:
-    """The kernel's constants from HAS_BRANCH to SHIFT."""
+def constants_of(branch, norm, kept=None) -> tuple:
+    """The kernel's constants from HAS_BRANCH to KEPT."""
     ends = (False, False, 0)
     if branch is not None:
         ends = (True, branch.weight is not None, 0 if branch.gate is None else 1 + branch.one_rounding)
@@ -276,17 +293,17 @@ def constants_of(branch, norm) -> tuple:
         modulation = 0 if norm.scale is None else 1 + norm.one_rounding
         there = (norm.weight is not None, norm.bias is not None, modulation, norm.shift is not None)
         begins = (True, norm.centred, *there)
-    return *ends, *begins
+    return *ends, *begins, norm is not None and kept is not None
 
 
-def residual_norm_triton(x, branch, out, norm, q, scale, rotation_group: int) -> None:
-    """x [M, K] contiguous -> out [M, K] (with a branch), q [M, K] int8 and scale [M] fp32 (with a norm); M > 0."""
+def residual_norm_triton(x, branch, out, norm, q, scale, kept, rotation_group: int) -> None:
+    """x [M, K] contiguous -> out [M, K] (with a branch), q [M, K] int8, scale [M] fp32 and kept [M, K] (with a norm); M > 0."""
     m, k = x.shape
     y, branch_weight, branch_eps, gate = (None, None, 0.0, None) if branch is None else branch[:4]
     norm_weight, norm_eps, mod, shift, bias = (None, 0.0, None, None, None) if norm is None else norm[:5]
-    constants = (*constants_of(branch, norm), k, rotation_group, *row_blocks(k, rotation_group))
+    constants = (*constants_of(branch, norm, kept), k, rotation_group, *row_blocks(k, rotation_group))
     # in place of a tensor that is not there stands x, which is not read
-    given = (x, y, out, branch_weight, gate, norm_weight, bias, mod, shift, q, scale)
+    given = (x, y, out, branch_weight, gate, norm_weight, bias, mod, shift, q, scale, kept)
     tensors = tuple(x if t is None else t for t in given)
     gate, mod, shift = tensors[4], tensors[7], tensors[8]
     strides = (gate.stride(0), mod.stride(0), shift.stride(0))

@@ -139,6 +139,11 @@ def static_kind(module: torch.nn.Module, device: torch.device) -> tuple | None:
     return device, implementation, columns, group, None
 
 
+def has_low_rank(module: torch.nn.Module) -> bool:
+    """Whether a Linear adds a stack of LoRAs now, for which it reads its input in float."""
+    return BRANCH in module.__dict__
+
+
 def resident_parts(module: torch.nn.Module, input: torch.Tensor) -> tuple | None:
     """(codes, scale, bias) of an INT8 Linear that lies on the input's device as it is; None when the host has to do anything.
 

@@ -5,7 +5,7 @@ import torch
 from native_int8.kernels import residual_norm
 from native_int8.kernels.residual_norm_triton import constants_of
 from native_int8.nodes.int8 import host_backend
-from native_int8.nodes.int8.fusion import registry, wan
+from native_int8.nodes.int8.fusion import pieces, registry, wan
 from packtest.host_parts import fill, turns
 from packtest.short_runs import fused_call
 
@@ -212,7 +212,8 @@ def test_kernels_are_compiled_as_they_run(make, monkeypatch):
         calls.append((x.dtype, constants_of(branch, norm), kinds, options["implementation"]))
         return residual_norm(x, branch, norm, **options | {"implementation": "torch"})
 
-    monkeypatch.setattr(wan, "residual_norm", recorded)
+    for module in (wan, pieces):
+        monkeypatch.setattr(module, "residual_norm", recorded)
     monkeypatch.setattr(wan.FeedForward, "warm_up", lambda self, kinds, dtype: 1)
     block = registry.seats_of(row).blocks[0]
     kinds = block.kernels(torch.device("cpu"))

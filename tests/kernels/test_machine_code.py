@@ -127,6 +127,8 @@ def test_passes_between_linears_keep_a_row_in_registers(version, kernel, variant
     found = of(version, kernel)
     assert len(found) == variants * len(ARCHITECTURES)
     assert all(r["stack_bytes"] == 0 for r in found), found
+    # a product that is rounded before it is added; older cards add by such an instruction, too
+    assert all(r["bf16_multiply_adds"] == 0 for r in found if r["sm"] == 90), found
 
 
 @pytest.mark.parametrize("version", TRITONS)

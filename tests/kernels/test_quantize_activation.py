@@ -1,7 +1,4 @@
-"""quantize_swiglu and quantize_gelu against PyTorch's own operations, called one after the other and then joined.
-
-What quantize_swiglu makes of two contiguous tensors is tested in test_residual_norm.py.
-"""
+"""quantize_swiglu and quantize_gelu against PyTorch's own operations, called one after the other and then joined."""
 
 import pytest
 import torch
@@ -65,15 +62,30 @@ def test_means_activation_and_quantise(before, k, group, gated, impl, device):
 @pytest.mark.parametrize(("before", "k", "group"), [(0, 320, 0), (128, 384, 256), (768, 3072, 0)])
 def test_rounds_where_pytorch_rounds(before, k, group, dtype, gated, impl, device):
     parts = operands(before, k, gated, dtype, device)
-    q, scale = parts_of(call(*parts, rotation_group=group, implementation=impl), ROWS, before + k)
-    expected_q, expected_scale = quantize_rows(
-        expected_values(*parts, dtype), rotation_group=group, implementation=impl
-    )
+    check_rounding(parts, group, impl, device)
+
+
+@pytest.mark.parametrize(("k", "group"), [(320, 0), (12288, 256)])
+def test_two_tensors(k, group, impl, device):
+    gate, up = (activation(ROWS, k, torch.bfloat16, device, seed=seed) * 0.2 for seed in (1, 2))
+    check_rounding((None, gate, up), group, impl, device)
+
+
+def check_rounding(parts, group, impl, device):
+    dtype, columns = parts[1].dtype, sum(t.shape[-1] for t in parts[:2] if t is not None)
+    kept = torch.full((ROWS, columns), torch.nan, dtype=dtype, device=device)
+    q, scale = parts_of(call(*parts, rotation_group=group, kept=kept, implementation=impl), ROWS, columns)
+    values = expected_values(*parts, dtype)
+    expected_q, expected_scale = quantize_rows(values, rotation_group=group, implementation=impl)
+    again = parts_of(call(*parts, rotation_group=group, implementation=impl), ROWS, columns)[0]
+    assert_same(q, again, "codes without what is kept")
     if device.type == "cpu" and impl == "triton":
         # the interpreter truncates to bfloat16, and its exponential is another
         assert_close(scale, expected_scale.view(-1), 0.02 if dtype == torch.bfloat16 else 1e-3, "scale")
         assert_codes_within_one(q, expected_q, 1.0 if dtype == torch.bfloat16 else 0.02, "codes")
+        assert_close(kept, values, 0.02 if dtype == torch.bfloat16 else 1e-3, "kept")
         return
+    assert_same(kept, values, "kept")
     assert_same(q, expected_q, "codes")
     assert_same(scale, expected_scale.view(-1), "scale")
 
@@ -117,5 +129,7 @@ def test_what_does_not_fit_is_refused():
             quantize_swiglu(*arguments, **keywords)
     with pytest.raises(UnsupportedInput, match="rows evenly spaced"):
         quantize_gelu(torch.tensor(1.0))
+    with pytest.raises(UnsupportedInput, match="kept is"):
+        quantize_gelu(x, kept=x.half())
     with pytest.raises(UnsupportedInput):
         quantize_gelu(x, before=x[:, :16].contiguous(), rotation_group=64)

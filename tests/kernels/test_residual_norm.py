@@ -1,4 +1,4 @@
-"""residual_norm and quantize_swiglu against PyTorch's own operations, called one after the other."""
+"""residual_norm against PyTorch's own operations, called one after the other."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ from native_int8.kernels import (
     PreparedLinear,
     UnsupportedInput,
     quantize_rows,
-    quantize_swiglu,
     reference,
     residual_norm,
 )
@@ -134,21 +133,28 @@ def test_means_norm_gate_norm_and_quantise(k, group, half, kind, impl, device):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("images", [1, 2, 6])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_rounds_where_pytorch_rounds(dtype, images, kind, impl, device):
+@pytest.mark.parametrize("group", [0, 256])
+def test_rounds_where_pytorch_rounds(group, dtype, images, kind, impl, device):
     """Step by step in the dtype of x: on a GPU equal to the bit, the order of the sum of squares included."""
     k, m = 4608, 6
     x, *parts = operands(m, k, images, dtype, device)
     branch, norm = as_kind(kind, *parts)
-    out, rows = residual_norm(x, branch, norm, implementation=impl)
+    kept = torch.full_like(x, torch.nan)
+    out, rows = residual_norm(x, branch, norm, rotation_group=group, kept=kept, implementation=impl)
     expected, normed = as_pytorch(x, branch, norm)
     q, row_scale = parts_of(rows, m, k)
-    expected_q, expected_scale = quantize_rows(normed, implementation=impl)
+    expected_q, expected_scale = quantize_rows(normed, rotation_group=group, implementation=impl)
+    again = residual_norm(x, branch, norm, rotation_group=group, implementation=impl)
+    assert_same(out, again[0], "x without what is kept")
+    assert_same(q, parts_of(again[1], m, k)[0], "codes without what is kept")
     if impl == "triton" and device.type == "cpu":
         # the interpreter truncates to bfloat16 and adds in an order of its own
         assert_close(out, expected, 0.02 if dtype == torch.bfloat16 else 1e-4, "x")
+        assert_close(kept, normed, 0.02 if dtype == torch.bfloat16 else 1e-3, "kept")
         assert_close(row_scale, expected_scale.view(-1), 0.02 if dtype == torch.bfloat16 else 1e-3, "scale")
         return
     assert_same(out, expected, "x")
+    assert_same(kept, normed, "kept")
     assert_same(q, expected_q, "codes")
     assert_same(row_scale, expected_scale.view(-1), "scale")
 
@@ -203,28 +209,6 @@ def test_mean_and_variance_are_taken_in_pytorch_s_order(k, device):
     assert_close(inverse, 1 / (x.double().var(-1, correction=0) + 1e-5).sqrt(), 1e-6, "inverse")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("k", "group"), [*WIDTHS, (12288, 0), (12288, 256)])
-def test_swiglu_of_two_tensors(k, group, dtype, impl, device):
-    gate, up = activation(5, k, dtype, device), activation(5, k, dtype, device, seed=1)
-    gate = gate * 0.2
-    q, scale = parts_of(quantize_swiglu(gate, up, rotation_group=group, implementation=impl), 5, k)
-    expected_q, expected_scale = quantize_rows(
-        torch.nn.functional.silu(gate) * up, rotation_group=group, implementation=impl
-    )
-    if device.type == "cpu" and impl == "triton":
-        assert_close(scale, expected_scale.view(-1), 0.02 if dtype == torch.bfloat16 else 1e-3, "scale")
-        assert_codes_within_one(q, expected_q, 1.0 if dtype == torch.bfloat16 else 0.02, "codes")
-        return
-    if impl == "triton" and dtype == torch.float32:
-        # fp32 rounds nothing away: Triton's exp and PyTorch's differ in the last bit
-        assert_close(scale, expected_scale.view(-1), 1e-6, "scale")
-        assert_codes_within_one(q, expected_q, 0.002, "codes")
-        return
-    assert_same(q, expected_q, "codes")
-    assert_same(scale, expected_scale.view(-1), "scale")
-
-
 def test_a_prepared_linear_takes_the_rows(impl, device):
     x, branch, norm = operands(7, 256, 1, torch.float32, device)
     codes, scale = quantize_rows(normal(48, 256, seed=5, dtype=torch.float32, device=device))
@@ -242,8 +226,6 @@ def test_a_zero_row_and_a_bad_row_stay_alone(impl, device):
     x[2, 5] = float("inf")
     _, scale = parts_of(residual_norm(x, None, norm, implementation=impl)[1], 4, 48)
     assert scale[1] < 1e-29 and torch.isnan(scale[2]) and torch.isfinite(scale[[0, 3]]).all()
-    _, scale = parts_of(quantize_swiglu(torch.ones_like(x), x, implementation=impl), 4, 48)
-    assert scale[1] < 1e-29 and torch.isnan(scale[2]) and torch.isfinite(scale[[0, 3]]).all()
 
 
 def test_no_rows(impl, device):
@@ -252,7 +234,6 @@ def test_no_rows(impl, device):
     assert out.shape == (2, 0, 64)
     q, scale = parts_of(rows, 0, 64)
     assert q.shape == (0, 64) and scale.numel() == 0
-    assert parts_of(quantize_swiglu(x, x, implementation=impl), 0, 64)[0].shape == (0, 64)
 
 
 def test_parts_are_where_they_were_made(device):
@@ -284,7 +265,7 @@ def test_what_does_not_fit_is_refused():
         residual_norm(x, branch._replace(y=branch.y[:3]), None)
     with pytest.raises(UnsupportedInput, match="contiguous"):
         residual_norm(x.t(), None, norm)
-    with pytest.raises(UnsupportedInput, match="one shape"):
-        quantize_swiglu(x, x.half())
+    with pytest.raises(UnsupportedInput, match="kept is"):
+        residual_norm(x, None, norm, kept=x[:3])
     with pytest.raises(UnsupportedInput):
         residual_norm(x, None, norm, rotation_group=64)

@@ -6,6 +6,7 @@ Three forms: SwiGLU of two Linears, SwiGLU of one Linear whose output is [gate |
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -13,7 +14,7 @@ from ....kernels.int8_linear_fused import fits_swiglu, swiglu_of_rows
 from ....kernels.packed_rows import empty_rows
 from ....kernels.quantize_activation import activated_torch, quantize_gelu, quantize_swiglu
 from .. import short_way
-from .pieces import options, read
+from .pieces import options, read, room_for_input
 
 
 class FeedForward:
@@ -58,13 +59,15 @@ class FeedForward:
         if isinstance(hidden, str):
             return hidden
         gate, up = self._halves(hidden)
+        kept = room_for_input([self.last], gate, gate.shape[-1])
         if up is None:
-            rows = quantize_gelu(gate, **options(kinds[1]))
+            rows = quantize_gelu(gate, kept=kept, **options(kinds[1]))
         else:
-            rows = quantize_swiglu(gate, up, **options(kinds[1]))
+            rows = quantize_swiglu(gate, up, kept=kept, **options(kinds[1]))
         # memory that is there, in the shape of what the last Linear reads
         stand_in = hidden[0].reshape(-1)[: gate.numel()].view(gate.shape)
-        y = read(run, (self.last,), stand_in, rows, kinds[1], lambda: activated_torch(gate, up))
+        make = partial(activated_torch, gate, up) if kept is None else lambda: kept
+        y = read(run, (self.last,), stand_in, rows, kinds[1], make)
         return y if isinstance(y, str) else y[0]
 
     def _halves(self, hidden: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:

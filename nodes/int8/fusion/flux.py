@@ -12,7 +12,7 @@ from ....kernels.residual_norm import Branch, residual_norm
 from .. import short_way
 from .feed_forward import FeedForward
 from .guards import Watched, why_unknown
-from .pieces import by_row, kinds_of, normed, options, owner, read, why_not_int8, why_unfit
+from .pieces import begin, by_row, kinds_of, options, owner, read, room_for_input, why_not_int8, why_unfit
 from .two_streams import Modulation, Stream, TwoStreams, layer_norm, why_no_layer_norm
 
 HOST = "comfy.ldm.flux.layers"
@@ -163,12 +163,12 @@ class Single:
         if reason is not None:
             return reason
         norm = layer_norm(block.pre_norm, modulation)
-        rows = residual_norm(x, None, norm, **options(kinds[0]))[1]
-        found = read(run, (block.linear1,), x, rows, kinds[0], partial(normed, x, norm))
+        _, rows, make = begin((block.linear1,), x, None, norm, kinds[0])
+        found = read(run, (block.linear1,), x, rows, kinds[0], make)
         if isinstance(found, str):
             return found
         (hidden,) = found
-        del rows, found
+        del rows, found, make
         qkv, mlp = torch.split(hidden, [3 * block.hidden_size, block.mlp_hidden_dim_first], dim=-1)
         q, k, v = _heads(qkv, block.num_heads)
         q, k = block.norm(q, k, v)
@@ -177,29 +177,33 @@ class Single:
         del q, k, v, qkv
 
         attn = attn.contiguous()
-        rows = self._rows(attn, mlp, kinds[1])
+        kept = room_for_input((block.linear2,), attn, block.linear2.in_features)
+        rows = self._rows(attn, mlp, kinds[1], kept)
         # memory that is there, in the shape of what linear2 reads
         shape = (*x.shape[:-1], block.linear2.in_features)
         stand_in = hidden.reshape(-1)[: shape[0] * shape[1] * shape[2]].view(shape)
-        y = read(run, (block.linear2,), stand_in, rows, kinds[1], lambda: torch.cat((attn, self._activated(mlp)), 2))
+        make = partial(self._joined, attn, mlp) if kept is None else lambda: kept
+        y = read(run, (block.linear2,), stand_in, rows, kinds[1], make)
         if isinstance(y, str):
             return y
         return residual_norm(x, Branch(y[0].contiguous(), None, 0.0, modulation.gate), implementation=kinds[0][1])[0]
 
-    def _rows(self, attn: torch.Tensor, mlp: torch.Tensor, kind: tuple) -> torch.Tensor | tuple:
-        """The rows of [attn | act(mlp)]."""
+    def _rows(self, attn: torch.Tensor, mlp: torch.Tensor, kind: tuple, kept: torch.Tensor | None = None):
+        """The rows of [attn | act(mlp)], which is written to `kept` as it is."""
         if type(self._module.mlp_act) is nn.GELU:
-            return quantize_gelu(mlp, before=attn, **options(kind))
+            return quantize_gelu(mlp, before=attn, kept=kept, **options(kind))
         gate, up = mlp.chunk(2, -1)[:: -1 if self._module.yak_mlp else 1]
-        return quantize_swiglu(gate, up, before=attn, **options(kind))
+        return quantize_swiglu(gate, up, before=attn, kept=kept, **options(kind))
 
-    def _activated(self, mlp: torch.Tensor) -> torch.Tensor:
-        """act(mlp), as the host computes it."""
+    def _joined(self, attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
+        """[attn | act(mlp)], as the host computes it."""
         block = self._module
-        if not block.yak_mlp:
-            return block.mlp_act(mlp)
-        half = block.mlp_hidden_dim_first // 2
-        return block.mlp_act(mlp[..., half:]) * mlp[..., :half]
+        if block.yak_mlp:
+            half = block.mlp_hidden_dim_first // 2
+            activated = block.mlp_act(mlp[..., half:]) * mlp[..., :half]
+        else:
+            activated = block.mlp_act(mlp)
+        return torch.cat((attn, activated), 2)
 
 
 def _why_unknown(module: nn.Module, of_block: str) -> str | None:

@@ -17,10 +17,9 @@ import torch
 
 from ....kernels.residual_norm import Branch, Norm, residual_norm
 from .. import short_way
-from ..shared_rows import Given
 from .feed_forward import FeedForward
 from .guards import Watched, release, why_reads_more, why_unknown
-from .pieces import NOT_TAKEN, kinds_of, normed, options, owner, why_not_int8, why_unfit
+from .pieces import begin, called, kinds_of, options, owner, why_not_int8, why_unfit
 
 
 class Ending(NamedTuple):
@@ -145,17 +144,16 @@ class GatedBlock:
                 release(loan)
 
     def _run(self, run, x, vectors, attend, kinds) -> torch.Tensor | str:
-        shared, first, second = run.shared, vectors.first, vectors.second
-        _, rows = residual_norm(x, None, first, **options(kinds[0]))
-        given = shared.given = Given(x, rows, kinds[0], lambda: normed(x, first))
-        y = attend(x)
-        shared.given = None
-        if given.used != len(self.readers):
-            return NOT_TAKEN
-        del rows, given
+        first, second = vectors.first, vectors.second
+        _, rows, make = begin(self._linears[: len(self.readers)], x, None, first, kinds[0])
+        y = called(run, attend, len(self.readers), x, rows, kinds[0], make)
+        if isinstance(y, str):
+            return y
+        del rows, make
 
-        h, rows = residual_norm(x, Branch(y.contiguous(), *vectors.attention), second, **options(kinds[1]))
-        y = self._feed(run, h, rows, kinds[1:], lambda: normed(h, second))
+        branch = Branch(y.contiguous(), *vectors.attention)
+        h, rows, make = begin(self._feed.first, x, branch, second, kinds[1])
+        y = self._feed(run, h, rows, kinds[1:], make)
         if isinstance(y, str):
             return y
         return residual_norm(h, Branch(y.contiguous(), *vectors.feed_forward), implementation=kinds[1][1])[0]

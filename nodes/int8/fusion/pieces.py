@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
-from ....kernels.residual_norm import Norm, modulated_norm_torch
+from ....kernels.residual_norm import Branch, Norm, modulated_norm_torch, residual_norm
 from .. import short_way
 from ..shared_rows import Given
 
@@ -61,6 +62,22 @@ def read(
     return outputs if given.used == len(outputs) else NOT_TAKEN
 
 
+def called(
+    run: short_way.Run,
+    attend: Callable[[torch.Tensor], torch.Tensor],
+    readers: int,
+    x: torch.Tensor,
+    rows: torch.Tensor | tuple,
+    kind: tuple,
+    make: Callable[[], torch.Tensor],
+) -> torch.Tensor | str:
+    """What `attend` makes of x as a stand-in, whose rows so many Linears in it read; or a sentence. Otherwise as `read`."""
+    given = run.shared.given = Given(x, rows, kind, make)
+    y = attend(x)
+    run.shared.given = None
+    return y if given.used == readers else NOT_TAKEN
+
+
 def options(kind: tuple) -> dict:
     """What a kernel that makes rows of `kind` (short_way.rows_kind) is told."""
     return {"rotation_group": kind[3], "implementation": kind[1]}
@@ -92,6 +109,28 @@ def by_row(modulation: torch.Tensor, count: int, x: torch.Tensor) -> torch.Tenso
     return modulation.reshape(-1, count, width)
 
 
-def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """What `norm` makes of x [..., K], unquantised."""
+def room_for_input(readers: Iterable[torch.nn.Module], like: torch.Tensor, columns: int) -> torch.Tensor | None:
+    """Memory for what `readers` read, [..., columns], of the dtype and rows of `like`, if a LoRA beside one will ask for it.
+
+    None otherwise: a pass then writes nothing that nobody reads.
+    """
+    if not any(short_way.has_low_rank(linear) for linear in readers):
+        return None
+    return like.new_empty((*like.shape[:-1], columns))
+
+
+def begin(
+    readers: Iterable[torch.nn.Module], x: torch.Tensor, branch: Branch | None, norm: Norm, kind: tuple
+) -> tuple[torch.Tensor, torch.Tensor | tuple, Callable[[], torch.Tensor]]:
+    """`residual_norm` for the Linears `readers`.
+
+    Returns:
+        x', the rows of `kind` that they read, and what returns their input in float, for LoRAs and Linears without rows.
+    """
+    kept = room_for_input(readers, x, x.shape[-1])
+    x, rows = residual_norm(x, branch, norm, kept=kept, **options(kind))
+    return x, rows, partial(_normed, x, norm) if kept is None else lambda: kept
+
+
+def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return modulated_norm_torch(x.view(-1, x.shape[-1]), norm).view(x.shape)

@@ -13,7 +13,6 @@ is the host's code, repeated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from ....kernels.residual_norm import Branch, Norm, residual_norm
 from .. import short_way
 from .feed_forward import FeedForward
 from .guards import Watched
-from .pieces import kinds_of, normed, options, read, why_unfit
+from .pieces import begin, kinds_of, options, read, why_unfit
 
 
 class Modulation(NamedTuple):
@@ -113,11 +112,11 @@ class TwoStreams:
         parts = list(zip(self._streams, inputs, modulations, kinds, strict=True))
         for stream, x, modulation, own in parts:
             norm = layer_norm(stream.norms[0], modulation[0])
-            rows = residual_norm(x, None, norm, **options(own[0]))[1]
-            readings.append(read(run, stream.readers, x, rows, own[0], partial(normed, x, norm)))
+            _, rows, make = begin(stream.readers, x, None, norm, own[0])
+            readings.append(read(run, stream.readers, x, rows, own[0], make))
             if isinstance(readings[-1], str):
                 return readings[-1]
-            del rows
+            del rows, make
         ends = []
         for part, y in zip(parts, attend(readings), strict=True):
             ends.append(_end(run, *part, y))
@@ -133,8 +132,8 @@ class TwoStreams:
 def _end(run: short_way.Run, stream: Stream, x, modulation, kinds: list[tuple], y) -> torch.Tensor | str:
     """From the output of attention to the end of the block."""
     branch, norm = _branch(stream, 0, y, modulation[0]), layer_norm(stream.norms[1], modulation[1])
-    h, rows = residual_norm(x, branch, norm, **options(kinds[1]))
-    y = stream.feed(run, h, rows, kinds[1:], partial(normed, h, norm))
+    h, rows, make = begin(stream.feed.first, x, branch, norm, kinds[1])
+    y = stream.feed(run, h, rows, kinds[1:], make)
     if isinstance(y, str):
         return y
     return residual_norm(h, _branch(stream, 1, y, modulation[1]), implementation=kinds[1][1])[0]

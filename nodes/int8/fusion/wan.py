@@ -15,10 +15,9 @@ import torch
 
 from ....kernels.residual_norm import Branch, Norm, residual_norm
 from .. import short_way
-from ..shared_rows import Given
 from .feed_forward import FeedForward
 from .guards import Watched, affine_pair, release, why_unknown
-from .pieces import NOT_TAKEN, kinds_of, normed, options, owner, why_not_int8, why_unfit
+from .pieces import begin, called, kinds_of, options, owner, why_not_int8, why_unfit
 
 HOST = "comfy.ldm.wan.model"
 # host functions that are repeated here, or called with a stand-in that their source shows to be read by Linears only
@@ -114,15 +113,15 @@ class Block:
             found = self._attended(run, x, vectors, freqs, context, context_img_len, transformer_options or {}, kinds)
             if isinstance(found, str):
                 return found
-            x, rows = found
+            x, rows, make = found
             if rows is None:
                 return self._last_part(x, modulation)
-            return self._fed(run, x, rows, vectors, kinds[2:])
+            return self._fed(run, x, rows, make, vectors, kinds[2:])
         finally:
             release(loan)
 
     def _attended(self, run, x, vectors, freqs, context, context_img_len, transformer_options, kinds):
-        """h', and the rows that the feed-forward reads; no rows for an h' that no kernel takes. Or a sentence."""
+        """As `begin` for the feed-forward; no rows for an h' that no kernel takes. Or a sentence."""
 
         def attend(x):
             return self._self(x, freqs, transformer_options=transformer_options)
@@ -130,13 +129,13 @@ class Block:
         def attend_to_context(x):
             return self._cross(x, context, context_img_len=context_img_len, transformer_options=transformer_options)
 
-        _, rows = residual_norm(x, None, vectors.first, **options(kinds[0]))
-        y = _called(run, attend, len(READERS), x, rows, kinds[0], vectors.first)
+        _, rows, make = begin(self._readers, x, None, vectors.first, kinds[0])
+        y = called(run, attend, len(READERS), x, rows, kinds[0], make)
         if isinstance(y, str):
             return y
         branch = Branch(y.contiguous(), None, 0.0, vectors.gate, one_rounding=True)
-        h, rows = residual_norm(x, branch, vectors.cross, **options(kinds[1]))
-        y = _called(run, attend_to_context, 1, h, rows, kinds[1], vectors.cross)
+        h, rows, make = begin((self._cross.q,), x, branch, vectors.cross, kinds[1])
+        y = called(run, attend_to_context, 1, h, rows, kinds[1], make)
         if isinstance(y, str):
             return y
         branch = Branch(y.contiguous(), None, 0.0, None)
@@ -148,11 +147,11 @@ class Block:
             alike = patched.shape == h.shape and patched.dtype == h.dtype
             h = patched.contiguous()
             if not alike or why_unfit(h, DTYPES) is not None:
-                return patched, None
-        return residual_norm(h, branch, vectors.second, **options(kinds[2]))
+                return patched, None, None
+        return begin(self._feed.first, h, branch, vectors.second, kinds[2])
 
-    def _fed(self, run, x, rows, vectors, kinds):
-        y = self._feed(run, x, rows, kinds, lambda: normed(x, vectors.second))
+    def _fed(self, run, x, rows, make, vectors, kinds):
+        y = self._feed(run, x, rows, kinds, make)
         if isinstance(y, str):
             return y
         branch = Branch(y.contiguous(), None, 0.0, vectors.last_gate, one_rounding=True)
@@ -212,11 +211,3 @@ class Block:
         residual_norm(x, Branch(x, None, 0.0, None), vectors.second, **options(first))
         residual_norm(x, Branch(x, None, 0.0, vectors.last_gate, one_rounding=True), implementation=first[1])
         return 4 + self._feed.warm_up([first, last], dtype)
-
-
-def _called(run, attend, readers: int, x, rows, kind: tuple, norm: Norm) -> torch.Tensor | str:
-    """What `attend` makes of a stand-in for norm(x), whose rows so many Linears take; or a sentence."""
-    given = run.shared.given = Given(x, rows, kind, lambda: normed(x, norm))
-    y = attend(x)
-    run.shared.given = None
-    return y if given.used == readers else NOT_TAKEN

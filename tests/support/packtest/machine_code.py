@@ -64,6 +64,7 @@ class Report:
     loop_permutes: int
     loop_local_memory: int
     wgmma: int
+    bf16_multiply_adds: int
 
     @property
     def mma_share(self) -> float:
@@ -133,6 +134,7 @@ def report(kernel: str, variant: str, sm: int, compiled) -> Report:
         loop_permutes=sum(op.startswith("PRMT") for op in loop),
         loop_local_memory=sum(op.startswith(("LDL", "STL")) for op in loop),
         wgmma=len(re.findall(r"\b[IHQ]GMMA\b", sass)),
+        bf16_multiply_adds=len(re.findall(r"\bfma\.\S*bf16", compiled.asm["ptx"])),
     )
 
 
@@ -271,14 +273,30 @@ def block_reports(kernels, sm: int):
     module = kernels["residual_norm_triton"]
     vectors = ("branch_weight_ptr", "gate_ptr", "norm_weight_ptr", "bias_ptr", "mod_ptr", "shift_ptr")
     names = ("x_ptr", "y_ptr", "out_ptr", *vectors)
-    types = dict.fromkeys(names, "*bf16") | {"q_ptr": INT8, "scale_ptr": FP32, "branch_eps": "fp32", "norm_eps": "fp32"}
+    types = dict.fromkeys(names, "*bf16") | {
+        "q_ptr": INT8,
+        "scale_ptr": FP32,
+        "kept_ptr": "*bf16",
+        "branch_eps": "fp32",
+        "norm_eps": "fp32",
+    }
     types |= dict.fromkeys(("rows_per_gate", "rows_per_scale", "stride_gate", "stride_mod", "stride_shift"), "i32")
-    options = {"enable_fp_fusion": False}
-    flags = ("HAS_BRANCH", "BRANCH_NORM", "GATE", "HAS_NORM", "CENTRED", "WEIGHT", "BIAS", "MODULATION", "SHIFT")
-    # what a block has: branch, its norm, gate; norm, LayerNorm, weight, bias, modulation, shift
+    flags = (
+        "HAS_BRANCH",
+        "BRANCH_NORM",
+        "GATE",
+        "HAS_NORM",
+        "CENTRED",
+        "WEIGHT",
+        "BIAS",
+        "MODULATION",
+        "SHIFT",
+        "KEPT",
+    )
+    # what a block has: branch, its norm, gate; norm, LayerNorm, weight, bias, modulation, shift; a LoRA that reads the input
     for name, k, group, has in (
         ("sandwich", 4608, 0, (1, 1, 1, 1, 0, 1, 0, 1, 0)), ("sandwich", 4608, 256, (1, 1, 1, 1, 0, 1, 0, 1, 0)),
-        ("sandwich", 3840, 256, (1, 1, 1, 1, 0, 1, 0, 1, 0)), ("begin", 4608, 0, (0, 0, 0, 1, 0, 1, 0, 1, 0)),
+        ("sandwich, kept", 3840, 256, (1, 1, 1, 1, 0, 1, 0, 1, 0, 1)), ("begin", 4608, 0, (0, 0, 0, 1, 0, 1, 0, 1, 0)),
         ("end", 4608, 0, (1, 1, 1, 0, 0, 0, 0, 0, 0)), ("shift", 6144, 0, (1, 0, 1, 1, 0, 1, 0, 1, 1)),
         ("shift", 6144, 256, (1, 0, 1, 1, 0, 1, 0, 1, 1)), ("begin centred", 5120, 0, (0, 0, 0, 1, 1, 0, 0, 2, 1)),
         ("begin centred", 6144, 0, (0, 0, 0, 1, 1, 0, 0, 2, 1)), ("gate, affine", 5120, 0, (1, 0, 2, 1, 1, 1, 1, 0, 0)),
@@ -286,15 +304,20 @@ def block_reports(kernels, sm: int):
         ("gate, centred", 4096, 256, (1, 0, 1, 1, 1, 0, 0, 2, 1)), ("end in one", 5120, 0, (1, 0, 2, 0, 0, 0, 0, 0, 0)),
     ):  # fmt: skip
         block_a, block_b = module.row_blocks(k, group)
-        kinds = [n if flag in ("GATE", "MODULATION") else bool(n) for flag, n in zip(flags, has, strict=True)]
+        kinds = [
+            n if flag in ("GATE", "MODULATION") else bool(n)
+            for flag, n in zip(flags, (*has, 0)[: len(flags)], strict=True)
+        ]
         constants = dict(zip(flags, kinds, strict=True)) | {"K": k, "GROUP": group}
         constants |= {"BLOCK_A": block_a, "BLOCK_B": block_b}
+        options = {"enable_fp_fusion": group > 0}
         compiled = _compile(module._residual_norm_kernel, types, constants, sm, module.warps(k), 3, options)
         yield report("residual_norm", f"{name} k{k} group{group}", sm, compiled)
     module = kernels["quantize_activation_triton"]
     types = dict.fromkeys(("before_ptr", "gate_ptr", "up_ptr"), "*bf16") | {
         "q_ptr": INT8,
         "scale_ptr": FP32,
+        "kept_ptr": "*bf16",
         "stride": "i32",
     }
     # columns that come before, GELU or SwiGLU, all columns
@@ -303,8 +326,9 @@ def block_reports(kernels, sm: int):
                                    (4096, False, 16384, 0), (4096, False, 16384, 256), (6144, False, 24576, 256),
                                    (3072, True, 15360, 0), (3072, True, 15360, 256)):  # fmt: skip
         block_a, block_b = module.row_blocks(k, group)
-        constants = {"BEFORE": before, "GELU": gelu, "CUDA_MATH": True, "K": k, "GROUP": group}
+        constants = {"BEFORE": before, "GELU": gelu, "CUDA_MATH": True, "KEPT": before > 0, "K": k, "GROUP": group}
         constants |= {"BLOCK_A": block_a, "BLOCK_B": block_b}
+        options = {"enable_fp_fusion": group > 0}
         compiled = _compile(module._quantize_activation_kernel, types, constants, sm, module.warps(k), 3, options)
         yield report("quantize_activation", f"before{before} gelu{gelu} k{k} group{group}", sm, compiled)
     module = kernels["rms_rope_triton"]
