@@ -74,6 +74,53 @@ def test_equals_the_unfused(make, kind, group, batch, dtype):
     assert torch.isfinite(got).all() and torch.equal(got, expected)
 
 
+class VaceRow(Row):
+    """Blocks for control, as the model calls them: each gives what it adds to the picture and what the next one reads."""
+
+    def forward(self, x, e, options):
+        keywords = {"freqs": turns(TOKENS).transpose(1, 2), "context": random(x.shape[0], TEXT, DIM, seed=3)}
+        c, added = random(*x.shape, seed=4), []
+        for block in self.blocks:
+            skip, c = block(c, x=x, e=e, transformer_options=options, **keywords)
+            added.append(skip)
+        return torch.stack([*added, c])
+
+
+@pytest.fixture
+def vace_row(comfy):
+    from comfy.ldm.wan.model import VaceWanAttentionBlock
+
+    host_backend.register()
+    settings = {
+        "operations": comfy.ops.mixed_precision_ops({}, torch.bfloat16),
+        "device": None,
+        "dtype": torch.bfloat16,
+    }
+    sizes = ("t2v_cross_attn", DIM, HIDDEN, HEADS)
+    made = VaceRow(
+        VaceWanAttentionBlock(*sizes, cross_attn_norm=True, block_id=i, operation_settings=settings) for i in range(2)
+    )
+    fill(made, 0, {})
+    return made
+
+
+def test_blocks_for_control_equal_the_unfused(vace_row):
+    expected, got, run = both(vace_row, *inputs(2))
+    assert run.fused == {"Wan": 2} and not run.unfused
+    assert torch.equal(got, expected)
+
+
+def test_a_replaced_method_of_the_class_below_is_seen(vace_row, monkeypatch):
+    from comfy.ldm.wan.model import WanAttentionBlock
+
+    both(vace_row, *inputs())
+    of_class = WanAttentionBlock.forward
+    monkeypatch.setattr(WanAttentionBlock, "forward", lambda self, x, **keywords: of_class(self, x, **keywords) * 2)
+    expected, got, run = both(vace_row, *inputs())
+    assert run.unfused == {"another pack replaced WanAttentionBlock.forward": 2}
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("parts", [(), (3,), (TOKENS,)], ids=["one", "frames", "tokens"])
 def test_modulation_of_frames_and_of_tokens(make, parts, batch):

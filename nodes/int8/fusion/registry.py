@@ -36,6 +36,7 @@ BLOCKS = {
     "ldm.krea2.model.SingleStreamBlock": krea2.Block.of,
     "ldm.lumina.model.JointTransformerBlock": lumina.Block.of,
     "ldm.qwen_image.model.QwenImageTransformerBlock": qwen_image.Block.of,
+    "ldm.wan.model.VaceWanAttentionBlock": wan.VaceBlock.of,
     "ldm.wan.model.WanAttentionBlock": wan.Block.of,
 }
 # class of the host -> (name of a method, what makes its seat)

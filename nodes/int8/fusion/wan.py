@@ -9,7 +9,7 @@ Both attentions are the host's own methods, with their norms, their rope and wha
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -20,9 +20,9 @@ from .guards import Watched, affine_pair, release, why_unknown
 from .pieces import begin, called, kinds_of, options, owner, why_not_int8, why_unfit
 
 HOST = "comfy.ldm.wan.model"
+FORWARD = frozenset({"94743eb4e5a84d47"})
 # host functions that are repeated here, or called with a stand-in that their source shows to be read by Linears only
 KNOWN = {
-    ("", "forward"): frozenset({"94743eb4e5a84d47"}),
     ("self_attn", "forward"): frozenset({"94ba6bf08e4176c2"}),
     # to text, to text and an image
     ("cross_attn", "forward"): frozenset({"26be034470ca9541", "37027c882065bbbe"}),
@@ -47,6 +47,7 @@ class Block:
     """The fused form of WanAttentionBlock."""
 
     name = "Wan"
+    known: ClassVar = KNOWN | {("", "forward"): FORWARD}
 
     __slots__ = ("_cross", "_feed", "_module", "_readers", "_self", "_watched")
 
@@ -61,8 +62,9 @@ class Block:
             parents=(module, self._self, self._cross, children["ffn"]),
             modules=(*parts, *self._readers, self._cross.q, first, last),
             methods=(
-                *((type(part), "forward") for part in (module, *parts)),
-                *((owner(module, where), name) for where, name in KNOWN),
+                *((kind, "forward") for kind in type(module).__mro__ if "forward" in vars(kind)),
+                *((type(part), "forward") for part in parts),
+                *((owner(module, where), name) for where, name in self.known),
             ),
         )
 
@@ -73,7 +75,7 @@ class Block:
         missing = [name for name in ("self_attn", "cross_attn", "ffn", *NORMS) if children.get(name) is None]
         if missing:
             return f"a block has no {' and no '.join(missing)}"
-        for (where, name), fingerprints in KNOWN.items():
+        for (where, name), fingerprints in cls.known.items():
             reason = why_unknown(owner(module, where), {name: fingerprints})
             if reason is not None:
                 return reason
@@ -211,3 +213,24 @@ class Block:
         residual_norm(x, Branch(x, None, 0.0, None), vectors.second, **options(first))
         residual_norm(x, Branch(x, None, 0.0, vectors.last_gate, one_rounding=True), implementation=first[1])
         return 4 + self._feed.warm_up([first, last], dtype)
+
+
+class VaceBlock(Block):
+    """The fused form of VaceWanAttentionBlock: the same block, with a Linear before the first and one after each."""
+
+    known: ClassVar = KNOWN | {("", "forward"): frozenset({"ebea1f3f4964c840"})}
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> Block | str:
+        """As `Block.of`; the class's forward calls that of the class it is derived from."""
+        return why_unknown(type(module).__mro__[1], {"forward": FORWARD}) or super().of(module)
+
+    def forward(self, run, c, x, **keywords):
+        """What the class's forward returns, or a sentence."""
+        module = self._module
+        if module.block_id == 0:
+            c = module.before_proj(c) + x
+        found = super().forward(run, c, **keywords)
+        return found if isinstance(found, str) else (module.after_proj(found), found)
