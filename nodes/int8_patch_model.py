@@ -40,6 +40,7 @@ class INT8PatchModel(io.ComfyNode):
         from .int8.loader import LoadOptions
 
         patched, report = patcher.patch_model(model, LoadOptions(protect=protect, force=force, mse=scale_search))
-        host_backend.set_speed(patched, int8_speed)
-        status.show(report.summary() + warm_up.compile_kernels(patched), cls.hidden.unique_id)
+        line = status.Line(cls.hidden.unique_id)
+        host_backend.set_speed(patched, int8_speed, line.add)
+        line.show(report.summary() + warm_up.compile_kernels(patched))
         return io.NodeOutput(patched)

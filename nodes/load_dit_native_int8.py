@@ -105,7 +105,7 @@ class LoadDiTNativeINT8(io.ComfyNode):
             rotation=rotation, protect=protect, force=force, branch=branch, mse=scale_search, cache=keep_copy
         )
         model = load_model(path, options)
-        host_backend.set_speed(model, int8_speed)
-        line = model.get_attachment(REPORT_KEY).summary() + warm_up.compile_kernels(model)
-        status.show(line, cls.hidden.unique_id)
+        line = status.Line(cls.hidden.unique_id)
+        host_backend.set_speed(model, int8_speed, line.add)
+        line.show(model.get_attachment(REPORT_KEY).summary() + warm_up.compile_kernels(model))
         return io.NodeOutput(model)

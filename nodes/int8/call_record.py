@@ -16,6 +16,7 @@ class CallRecord:
     spared, not_shared: Linears that took the quantised rows of another, and why others of a known class could not; see
     shared_rows.py.
     fused, unfused: blocks that ran fused by architecture, and why others did not; see fusion/registry.py.
+    graphed, ungraphed: forwards by a CUDA graph and how, and why others were not; see cuda_graphs.py.
     """
 
     def __init__(self):
@@ -26,6 +27,8 @@ class CallRecord:
         self.not_shared: Counter[str] = Counter()
         self.fused: Counter[str] = Counter()
         self.unfused: Counter[str] = Counter()
+        self.graphed: Counter[str] = Counter()
+        self.ungraphed: Counter[str] = Counter()
         self.spared = 0
         self._runs = 0
         self._lock = threading.Lock()
@@ -53,6 +56,8 @@ class CallRecord:
             self.not_shared.update(run.shared.not_shared)
             self.fused.update(run.fused)
             self.unfused.update(run.unfused)
+            self.graphed.update(run.graphed)
+            self.ungraphed.update(run.ungraphed)
             self.spared += run.shared.spared
             self._runs += 1
             first = self._runs == 1
@@ -76,6 +81,11 @@ class CallRecord:
         """Return {"fused": {architecture: blocks}, "unfused": {why: blocks}}."""
         with self._lock:
             return {"fused": dict(self.fused), "unfused": dict(self.unfused)}
+
+    def by_graph(self) -> dict[str, dict[str, int]]:
+        """Return {"graphed": {"replayed" | "recorded" | "first of its kind": forwards}, "ungraphed": {why: forwards}}."""
+        with self._lock:
+            return {"graphed": dict(self.graphed), "ungraphed": dict(self.ungraphed)}
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """Return both counters as plain dictionaries: {"calls": {...}, "declined": {...}}."""
@@ -106,13 +116,19 @@ class CallRecord:
             parts.append(f"blocks fused: {_listed(blocks['fused'])}")
         if blocks["unfused"]:
             parts.append(f"not fused: {_listed(blocks['unfused'])}")
+        graphs = self.by_graph()
+        if graphs["graphed"]:
+            parts.append(f"CUDA graphs: {_listed(graphs['graphed'])}")
+        if graphs["ungraphed"]:
+            parts.append(f"without CUDA graph: {_listed(graphs['ungraphed'])}")
         return "; ".join(parts) + "."
 
     def reset(self) -> None:
         """Set all counters to nothing."""
         with self._lock:
             for counter in (
-                self.calls, self.declined, self.ways, self.reasons, self.not_shared, self.fused, self.unfused
+                self.calls, self.declined, self.ways, self.reasons, self.not_shared, self.fused, self.unfused,
+                self.graphed, self.ungraphed,
             ):  # fmt: skip
                 counter.clear()
             self.spared = 0

@@ -10,7 +10,7 @@ both are counted in the MODEL's `CallRecord`.
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from ...kernels.capability import detect
 from ...kernels.dispatch import Int8Error
 from . import lora_branch, lora_patcher, own_wrappers, short_way, traced, tuned_tiles
 from .call_record import CallRecord
+from .cuda_graphs import Graphs
 from .fusion import registry as fusion
 from .fusion import rope
-from .speeds import FUSED, LINEAR_ONLY, OFF, SPEEDS
+from .speeds import FUSED, FUSING, GRAPHED, LINEAR_ONLY, OFF, SPEEDS
 
 NAME = "native_int8"
 
@@ -45,16 +46,17 @@ _lock = threading.Lock()
 class _UseNativeInt8:
     """The APPLY_MODEL wrapper: selects our backend, for this thread, while the model runs.
 
-    Clones of a MODEL share this object and so the record. speed: FUSED or LINEAR_ONLY.
+    Clones of a MODEL share this object and so the record and the CUDA graphs. speed: any of SPEEDS but OFF.
     """
 
-    def __init__(self, speed: str = FUSED):
+    def __init__(self, speed: str = FUSED, tell: Callable[[str], None] | None = None):
         self.record = CallRecord()
         self.speed = speed
+        self.graphs = Graphs(tell) if speed == GRAPHED else None
 
     def __call__(self, executor, *args, **kwargs):
         module = getattr(executor.class_obj, "diffusion_model", None)
-        with lora_branch.inside(executor.class_obj), self.running(module, self.speed == FUSED):
+        with lora_branch.inside(executor.class_obj), self.running(module, self.speed in FUSING):
             return executor(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -74,6 +76,7 @@ class _UseNativeInt8:
                 registry.use_backend(NAME),
                 short_way.inside(module, self.record.add_run) if short else contextlib.nullcontext(),
                 fusion.inside(module) if short and fused and fusion.is_enabled() else contextlib.nullcontext(),
+                self.graphs.inside(module) if short and fused and self.graphs else contextlib.nullcontext(),
             ):
                 yield
         finally:
@@ -130,10 +133,14 @@ def enable(model) -> _UseNativeInt8:
     return found
 
 
-def set_speed(model, speed: str) -> None:
+def set_speed(model, speed: str, tell: Callable[[str], None] | None = None) -> None:
     """Choose how much of `model` runs on our kernels, one of SPEEDS; other clones keep theirs.
 
-    FUSED: Linears and the passes around them. LINEAR_ONLY: INT8 Linears. OFF: nothing, as `detach`.
+    GRAPHED: as FUSED, started as a CUDA graph. FUSED: Linears and the passes around them. LINEAR_ONLY: INT8 Linears.
+    OFF: nothing, as `detach`.
+
+    Args:
+        tell: gets a sentence for the user when a CUDA graph was recorded, or why there is none.
     """
     from comfy.patcher_extension import WrappersMP
 
@@ -145,7 +152,7 @@ def set_speed(model, speed: str) -> None:
     attach(model)
     if _wrapper_of(model).speed != speed:
         model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, NAME)
-        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, NAME, _UseNativeInt8(speed))
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, NAME, _UseNativeInt8(speed, tell))
 
 
 def speed_of(model) -> str:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import lora_branch, short_way
+from . import cuda_graphs, lora_branch, short_way
 
 NAME = "native_int8"
 # groups of hooks whose stacks are kept at once; two prompts with their own hooks alternate in every step
@@ -362,6 +362,7 @@ class _Loading:
         return lora_branch.BranchSet(self.patches_uuid, dict(plan.beside.values()))
 
     def _drop(self) -> None:
+        cuda_graphs.drop(self)
         for branch in (self.native_int8_branch, *self._hook_branches):
             if branch is not None:
                 branch.drop()

@@ -41,6 +41,7 @@ from ...kernels.dispatch import Int8Error, LinearFacts, choose_for
 from ...kernels.low_rank import add_low_rank
 from ...kernels.prepared_linear import PreparedLinear
 from . import shared_rows, traced
+from .model_run import Run
 from .seats import PerModel, Seat, Seats
 
 LAYOUT = "TensorWiseINT8Layout"
@@ -53,25 +54,6 @@ BRANCH = "native_int8_low_rank"
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _thread = threading.local()
 _is_compiling = torch.compiler.is_compiling
-
-
-class Run:
-    """What one call of one MODEL on one thread did; merged into the MODEL's record when it ends.
-
-    calls: implementation -> Linears run from a seat. ways: way -> Linears. reasons: why Linears were not "resident".
-    shared: the quantised rows that Linears share, and how many did. fused: architecture -> blocks that ran fused;
-    unfused: why others did not -> blocks (fusion/registry.py).
-    """
-
-    __slots__ = ("calls", "fused", "reasons", "shared", "unfused", "ways")
-
-    def __init__(self):
-        self.calls: Counter[str] = Counter()
-        self.ways: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
-        self.fused: Counter[str] = Counter()
-        self.unfused: Counter[str] = Counter()
-        self.shared = shared_rows.SharedRows()
 
 
 def is_enabled() -> bool:
@@ -98,6 +80,19 @@ def inside(diffusion_model: torch.nn.Module, add_run):
         run.shared.forget()
         _thread.run = outer
         add_run(run)
+
+
+@contextlib.contextmanager
+def counting(facts: dict[str, bool]):
+    """Count what this thread does from here on in a `Run` of its own, with `facts`; inside `inside`."""
+    outer = _thread.run
+    run = _thread.run = Run()
+    run.facts = facts
+    try:
+        yield run
+    finally:
+        run.shared.forget()
+        _thread.run = outer
 
 
 @contextlib.contextmanager

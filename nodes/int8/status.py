@@ -6,6 +6,22 @@ from collections.abc import Callable
 log = logging.getLogger("native_int8.status")
 
 
+class Line:
+    """The line of text on the node with id `node_id`, and what is to be said after it later on."""
+
+    def __init__(self, node_id: str | None):
+        self._node_id, self._line = node_id, ""
+
+    def show(self, line: str) -> None:
+        """Write `line` on the node, and to the log."""
+        self._line = line
+        show(line, self._node_id)
+
+    def add(self, sentence: str) -> None:
+        """Write `sentence` behind the line, in place of an earlier one."""
+        show(f"{self._line}. {sentence}" if self._line else sentence, self._node_id)
+
+
 def show(line: str, node_id: str | None) -> None:
     """Write `line` on the node with id `node_id`, and to the log."""
     from server import PromptServer

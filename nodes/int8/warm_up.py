@@ -20,7 +20,7 @@ def compile_kernels(model) -> str:
     from ...kernels.warmup import compile_all
     from . import host_backend
     from .fusion import registry as fusion
-    from .speeds import FUSED
+    from .speeds import FUSING
     from .tuned_tiles import linears_of
 
     device = model.load_device
@@ -35,7 +35,7 @@ def compile_kernels(model) -> str:
     )
     model_management.throw_exception_if_processing_interrupted()
     count, start = result.variants, time.perf_counter()
-    if host_backend.speed_of(model) == FUSED:
+    if host_backend.speed_of(model) in FUSING:
         count += fusion.compile_kernels(model.model.diffusion_model, device, model.model.get_dtype_inference())
     seconds = result.seconds + time.perf_counter() - start
     return f"; {count} kernels ready in {seconds:.1f} s" if count else ""

@@ -50,7 +50,9 @@ def int8_speed() -> io.Input:
         advanced=True,
         tooltip="How much of each step runs on this pack's kernels. fused: INT8 Linears, and in models known for it the norms, "
         "modulations and activations around them in single passes, rounded as without; blocks that another pack patches "
-        "run unfused. linear only: INT8 Linears alone. off: INT8 weights on ComfyUI's own kernels. Memory is the same.",
+        "run unfused. linear only: INT8 Linears alone. off: INT8 weights on ComfyUI's own kernels. Memory is the same. "
+        "fused + CUDA graph: steps of one size are recorded and replayed without waiting for Python, for short steps on a "
+        "fast card; takes more GPU memory (the node says how much) and all weights on the GPU, else it runs as fused.",
     )
 
 

@@ -10,35 +10,18 @@ from native_int8.nodes.int8.fusion import guards, registry
 from packtest.host_parts import fill
 from packtest.short_runs import fused_call as call
 from packtest.short_runs import half_scale, instance_attributes
+from packtest.whole_classes import IDEOGRAM_4, ideogram4
 
 pytestmark = pytest.mark.comfy
 LAYERS, DIM, TEXT = 2, 128, 5
-SIZES = {
-    "num_layers": LAYERS, "num_attention_heads": 2, "attention_head_dim": 64, "intermediate_size": 256, "adaln_dim": 32,
-    "llm_features_dim": 48, "in_channels": 16, "mrope_section": (6, 5, 5),
-}  # fmt: skip
+SIZES = IDEOGRAM_4
 BLOCK, DROPPED = "Ideogram 4", "attention mask dropped, since it hides nothing"
 
 
 @pytest.fixture(params=[0, 64], ids=["plain", "rotated"])
 def model(comfy, request):
     """A small Ideogram 4 with INT8 block Linears, as on a card that computes in bfloat16."""
-    from comfy.ldm.ideogram4.model import Ideogram4Transformer2DModel
-
-    host_backend.register()
-    operations = comfy.ops.mixed_precision_ops({}, torch.bfloat16)
-    made = Ideogram4Transformer2DModel(dtype=torch.bfloat16, operations=operations, **SIZES)
-    generator = torch.Generator().manual_seed(0)
-    floats = Ideogram4Transformer2DModel(dtype=torch.bfloat16, operations=comfy.ops.manual_cast, **SIZES).state_dict()
-    state = {}
-    for name, value in floats.items():
-        random = torch.randn(value.shape, generator=generator)
-        state[name] = (random * value.shape[-1] ** -0.5 if value.dim() > 1 else 1 + random * 0.1).bfloat16()
-    made.load_state_dict(state)
-    for layer in made.layers:
-        for part in (layer.attention, layer.feed_forward):
-            fill(part, request.param, {})
-    return made
+    return ideogram4(comfy, request.param)
 
 
 def inputs(batch=1, side=4, mask=None, context=True):
@@ -278,7 +261,7 @@ def test_speed_is_a_matter_of_one_model(float_model, sample):
     host_backend.set_speed(linear, speeds.LINEAR_ONLY)
     host_backend.set_speed(off, speeds.OFF)
     assert not host_backend.is_attached(off)
-    assert [host_backend.speed_of(model) for model in (patched, linear, off)] == list(speeds.SPEEDS)
+    assert [host_backend.speed_of(m) for m in (patched, linear, off)] == [speeds.FUSED, speeds.LINEAR_ONLY, speeds.OFF]
     outputs = [sample(model, steps=1) for model in (patched, linear)]
     assert torch.equal(*outputs)
     fused, alone = (host_backend.record_of(model).blocks_fused() for model in (patched, linear))

@@ -39,8 +39,14 @@ BLOCKS = {
     "ldm.wan.model.VaceWanAttentionBlock": wan.VaceBlock.of,
     "ldm.wan.model.WanAttentionBlock": wan.Block.of,
 }
-# class of the host -> (name of a method, what makes its seat)
-MODELS = {"ldm.ideogram4.model.Ideogram4Transformer2DModel": ("_run_conditional", ideogram4.without_full_mask)}
+# class of the host -> (name of a method, what makes its seat, what its seat has to know of the values in tensors)
+MODELS = {
+    "ldm.ideogram4.model.Ideogram4Transformer2DModel": (
+        "_run_conditional",
+        ideogram4.without_full_mask,
+        ideogram4.facts,
+    )
+}
 
 log = logging.getLogger("native_int8.fusion")
 
@@ -64,6 +70,12 @@ def inside(diffusion_model: torch.nn.Module):
             yield
     finally:
         seats.leave()
+
+
+def facts(diffusion_model: torch.nn.Module, kwargs: dict) -> dict[str, bool]:
+    """What the seats of a call with `kwargs` would ask of the values in tensors, for `Run.facts`; waits for the GPU."""
+    found = MODELS.get(_name_of(type(diffusion_model)))
+    return {} if found is None else found[2](kwargs)
 
 
 def compile_kernels(diffusion_model: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> int:
@@ -99,7 +111,7 @@ class _Seats(Seats):
                     self.blocks.append(block)
                     self._add(module, FORWARD, _block_seat(module, block))
             elif name in MODELS:
-                method, make = MODELS[name]
+                method, make, _ = MODELS[name]
                 seat = make(module, getattr(type(module), method))
                 if seat is not None:
                     self._add(module, method, seat)
