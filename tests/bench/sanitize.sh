@@ -3,14 +3,17 @@
 #
 #   tests/bench/sanitize.sh [FOLDER]      logs and sanitize.json go to FOLDER (default .)
 #
-# TOOLS="memcheck" runs one of them; LIMIT is the seconds that each may take. TRITON_OVERRIDE_ARCH=sm80 checks the
-# Ampere path. Status 0: both clean. 1: errors found, or the suite failed. 2: compute-sanitizer cannot run here.
+# TOOLS="memcheck" runs one of them, ONLY="low_rank split_k" parts of the suite (edge_shapes.py --help names them); LIMIT is
+# the seconds that each tool may take. TRITON_OVERRIDE_ARCH=sm80 checks the Ampere path. Status 0: both clean. 1: errors found, or the suite failed. 2: compute-sanitizer cannot run here.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 out=${1:-.}
 limit=${LIMIT:-240}
 python=${PYTHON:-python3}
 mkdir -p "$out"
+parts=()
+# shellcheck disable=SC2206
+[ -n "${ONLY:-}" ] && parts=(--only $ONLY)
 
 sanitizer=$(command -v compute-sanitizer || true)
 for folder in /usr/local/cuda/bin /usr/local/cuda/compute-sanitizer; do
@@ -23,14 +26,14 @@ if [ -z "$sanitizer" ]; then
 fi
 
 # the compiled kernels come from Triton's cache, so that the time goes into the checks
-"$python" "$here/edge_shapes.py" || { echo '{"state": "the suite fails without the sanitizer"}' >"$out/sanitize.json"; exit 1; }
+"$python" "$here/edge_shapes.py" ${parts[@]+"${parts[@]}"} || { echo '{"state": "the suite fails without the sanitizer"}' >"$out/sanitize.json"; exit 1; }
 
 status=0
 lines=()
 for tool in ${TOOLS:-memcheck racecheck}; do
     options=(--tool "$tool" --error-exitcode 86 --print-limit 20)
-    suite=()
-    [ "$tool" = racecheck ] && suite=(--quick) && options+=(--racecheck-report analysis)
+    suite=(${parts[@]+"${parts[@]}"})
+    [ "$tool" = racecheck ] && suite+=(--quick) && options+=(--racecheck-report analysis)
     log=$out/sanitize_$tool.txt
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" "$sanitizer" "${options[@]}" \
         "$python" "$here/edge_shapes.py" ${suite[@]+"${suite[@]}"} >"$log" 2>&1

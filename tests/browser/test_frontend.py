@@ -16,6 +16,8 @@ SEARCHED = {"LoadDiTNativeINT8": "Load DiT (Native INT8)", "INT8PatchModel": "IN
 DRAGGED = {"INT8CapabilityCheck": "INT8 Capability Check", "INT8SaveModel": "INT8 Save Model"}
 ADDED = ("INT8TuneKernels", "INT8Benchmark", "INT8QualityReport", "LoadTextEncoderNativeINT8")
 HELPED = sorted(path.stem for path in (ROOT / "nodes" / "web" / "docs").glob("*.md"))
+# longer than what fits into one line of a node
+STATUS = "204 layers INT8, 34 kept, kernel native_int8 on sm_86; " + "compiled for the first run, " * 9
 
 pytestmark = pytest.mark.comfy
 
@@ -80,6 +82,15 @@ def test_workflow_opens_and_lacks_model_files_at_most(ui, name):
         assert file in groups["missing-model"]
     # each missing file has a link that the frontend accepts
     assert ui.page.get_by_test_id("missing-model-download").count() == len(files)
+    # nodes grow by the text that they show
+    ui.show_text(frontend.HEIGHT_WITH_TEXT, STATUS)
+    assert ui.overlaps() == []
+
+
+def test_nodes_with_their_text_are_as_tall_as_the_layout_of_the_workflows_takes_them_to_be(ui):
+    for number, node_type in enumerate(frontend.HEIGHT_WITH_TEXT):
+        ui.add(node_type, 400 * number, 0)
+    assert ui.show_text(frontend.HEIGHT_WITH_TEXT, STATUS) == frontend.HEIGHT_WITH_TEXT
 
 
 @pytest.mark.parametrize("node_type", HELPED)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from packtest import ROOT
+from packtest.frontend import HEIGHT_WITH_TEXT
 from PIL import Image
 
 FOLDER = ROOT / "example_workflows"
@@ -124,7 +125,7 @@ def to_prompt(workflow: dict, schemas: dict) -> dict:
 
 def test_there_are_workflows_and_each_of_our_nodes_is_in_one(schemas):
     ours = {name for name, schema in schemas.items() if schema["python_module"] == "custom_nodes.native-int8-dit"}
-    assert ours == set(OURS)
+    assert ours == set(OURS) == set(HEIGHT_WITH_TEXT)
     used = {node["type"] for name in WORKFLOWS for node in load(name)["nodes"]}
     assert used.issuperset(ours)
 
@@ -214,10 +215,13 @@ def test_links_join_matching_types(name, schemas):
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_nodes_do_not_overlap(name):
+def test_nodes_do_not_overlap_once_they_show_their_text(name):
     title = 30
     for graph in graphs(name):
-        boxes = [(n["type"], *n["pos"], *n["size"]) for n in graph["nodes"]]
+        boxes = [
+            (n["type"], *n["pos"], n["size"][0], max(n["size"][1], HEIGHT_WITH_TEXT.get(n["type"], 0)))
+            for n in graph["nodes"]
+        ]
         for i, (a, ax, ay, aw, ah) in enumerate(boxes):
             for b, bx, by, bw, bh in boxes[i + 1 :]:
                 apart = ax + aw <= bx or bx + bw <= ax or ay + ah <= by - title or by + bh <= ay - title

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -113,3 +115,17 @@ def test_programs_read_their_arguments(bench, name):
     assert arguments.json == "x.json"
     with pytest.raises(SystemExit):
         module.arguments_from(["--no-such-option"])
+
+
+def test_the_edge_shapes_run_in_the_interpreter_and_part_by_part():
+    command = [sys.executable, FOLDER / "edge_shapes.py", "--quick", "--only"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "low_rank", "activations"], env=environment, capture_output=True, text=True, timeout=300
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(":")[0] for line in lines] == ["low_rank", "activations", "edge shapes on the interpreter"]
+    assert lines[-1].endswith("64 comparisons of 2 parts, 0 differences")
+    unknown = subprocess.run([*command, "nothing"], env=environment, capture_output=True, text=True, timeout=300)
+    assert unknown.returncode == 2 and "invalid choice: 'nothing'" in unknown.stderr

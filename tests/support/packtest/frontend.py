@@ -28,6 +28,19 @@ SETTINGS = {
     "Comfy.Pointer.DoubleClickTime": 1000,
 }
 
+# how tall a node is once it shows its text, whatever its length: longer text is scrolled
+HEIGHT_WITH_TEXT = {
+    "LoadDiTNativeINT8": 288,
+    "LoadTextEncoderNativeINT8": 192,
+    "INT8PatchModel": 192,
+    "INT8SaveModel": 144,
+    "INT8CapabilityCheck": 140,
+    "INT8Audit": 188,
+    "INT8Benchmark": 184,
+    "INT8QualityReport": 336,
+    "INT8TuneKernels": 212,
+}
+
 
 def missing() -> str | None:
     """Why no browser can be started here, or None."""
@@ -273,6 +286,27 @@ class Frontend:
                return String(n.widgets.find(w => w.name.startsWith('$$'))?.value ?? '')}""",
             node_type,
         )
+
+    def show_text(self, node_types, text: str) -> dict[str, float]:
+        """Let nodes of these types show a text as if they had run; node type -> how tall it is then."""
+        shown = self.page.evaluate(
+            """([types, text]) => {
+               const nodes = app.graph._nodes.filter(n => types.includes(n.type));
+               for (const n of nodes) app.api.dispatchCustomEvent('progress_text', {nodeId: String(n.id), text});
+               return nodes.map(n => n.id)}""",
+            [list(node_types), text],
+        )
+        self.page.wait_for_function(
+            """ids => ids.every(id => app.graph.getNodeById(id).widgets.some(w => w.name.startsWith('$$')))""",
+            arg=shown,
+        )
+        # the frame that follows lays them out
+        self.page.wait_for_timeout(250)
+        heights = self.page.evaluate(
+            """ids => ids.map(id => app.graph.getNodeById(id)).map(n => [n.type, Math.max(n.size[1], n.computeSize()[1])])""",
+            shown,
+        )
+        return dict(heights)
 
     def overlaps(self) -> list[tuple[str, str]]:
         """Pairs of types of nodes that cover each other, as tall as they are now."""
