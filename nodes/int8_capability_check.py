@@ -61,7 +61,7 @@ class INT8CapabilityCheck(io.ComfyNode):
         from comfy import model_management
 
         from ..kernels.capability import detect
-        from .int8 import advice, status, surroundings
+        from .int8 import advice, attention, status, surroundings
 
         here = model_management.get_torch_device()
         device = detect(here)
@@ -71,6 +71,7 @@ class INT8CapabilityCheck(io.ComfyNode):
             from .int8 import card_speed
 
             measured = card_speed.measure(here, model, status.progress())
-        text = advice.report(device, surroundings.look(forced_cpu=forced_cpu), measured, surroundings.other_gpus(here))
+        around, others = surroundings.look(forced_cpu=forced_cpu), surroundings.other_gpus(here)
+        text = advice.report(device, around, measured, others, attention.look())
         status.show(text, cls.hidden.unique_id)
         return io.NodeOutput(device.is_consumer_ampere, text)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from ...kernels.capability import CONSUMER, DATA_CENTRE, PROFESSIONAL, Device
 from ...kernels.dispatch import Int8Error, choose
+from .attention import Attention
+from .attention import lines as attention_lines
 from .deployment import outlook
 from .surroundings import Surroundings, missing
 
@@ -64,13 +66,18 @@ def _path(implementation: str, device: Device) -> str:
 
 
 def report(
-    device: Device, around: Surroundings, measured: Sequence[str] = (), others: Sequence[tuple[str, Device]] = ()
+    device: Device,
+    around: Surroundings,
+    measured: Sequence[str] = (),
+    others: Sequence[tuple[str, Device]] = (),
+    attention: Attention | None = None,
 ) -> str:
     """The whole report as plain text of about 30 short lines.
 
     Args:
         measured: lines of `card_speed.measure`, if it ran.
         others: name and facts of the machine's GPUs that do not run this graph, such as ("cuda:1", Device).
+        attention: what ComfyUI chose; None when it was not asked.
     """
     expected = outlook(device)
     lacking = missing(device, around)
@@ -88,6 +95,9 @@ def report(
     lines += [f"- {claim.text} [{claim.evidence}: {claim.source}]" for claim in expected.claims]
     if device.is_mig_slice:
         lines.append("- This is a MIG slice: times grow as its share of the card shrinks, ratios stay.")
+    chosen = attention_lines(device, around, attention or Attention())
+    if chosen:
+        lines += ["", "Attention", *(f"- {line}" for line in chosen)]
     if others:
         lines += ["", "Other GPUs of this machine"]
         lines += [f"- {name}: {headline(other)}. {outlook(other).verdict}" for name, other in others]
