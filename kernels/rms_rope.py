@@ -2,9 +2,10 @@
 
     n = rms_norm(head);  out = (f00 * n0 + f01 * n1, f10 * n0 + f11 * n1) for each pair (n0, n1)
 
-Pairs are (i, i + D / 2) when `split_half`, else (2 i, 2 i + 1). The norm is rounded to the dtype of q, the rotation is
-fp32, a product and a fused multiply-add, and rounded once. The order of additions is that of PyTorch's CUDA operations
-(a product, then addcmul), or, `by_lane`, that of a CUDA kernel in which a warp norms and rotates a head.
+Pairs are (i, i + D / 2) when `split_half`, else (2 i, 2 i + 1). The norm is rounded to the dtype of q; the rotation is a
+product, rounded to the dtype of the matrices, and a fused multiply-add, rounded once. The order of additions is that of
+PyTorch's CUDA operations (a product, then addcmul), or, `by_lane`, that of a CUDA kernel in which a warp norms and rotates
+a head.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ MAX_HEAD_DIM = 512
 def rms_rope_torch(
     x: torch.Tensor, freqs: torch.Tensor, weight: torch.Tensor, eps: float, split_half: bool
 ) -> torch.Tensor:
-    """x [B, L, H, D], freqs [B or 1, L, D / 2, 2, 2] fp32 -> [B, L, H, D] in the dtype of x, step by step."""
-    normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps).float()
+    """x [B, L, H, D], freqs [B or 1, L, D / 2, 2, 2] -> [B, L, H, D] in the dtype of x, step by step."""
+    normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps).to(freqs.dtype)
     first, second = normed.chunk(2, -1) if split_half else (normed[..., ::2], normed[..., 1::2])
     (f00, f01), (f10, f11) = (row.unbind(-1) for row in freqs.unsqueeze(2).unbind(-2))
     out = [torch.addcmul(f00 * first, f01, second)]
@@ -42,6 +43,8 @@ def rms_rope(
     *,
     split_half: bool,
     by_lane: bool = False,
+    rotate_by_lane: bool | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm and rotate the heads of q and k.
@@ -49,14 +52,15 @@ def rms_rope(
     Args:
         q, k: [B, L, H, D] float16, bfloat16 or float32 of one dtype, D columns side by side, D a multiple of 4 and at
             most 512; H of both may differ.
-        freqs: [B or 1, L, D / 2, 2, 2] float32, contiguous: the rotation matrix of each pair.
+        freqs: [B or 1, L, D / 2, 2, 2] float32 or of that dtype, each image's contiguous: the rotation matrix of each pair.
         q_weight, k_weight: [D] of that dtype, contiguous.
         eps: added to the mean of squares.
         split_half: how values pair up.
-        by_lane: the order of additions, see above; "triton" only.
+        by_lane: the order of additions, see above; "triton" only. rotate_by_lane: that of the rotation, if it is another.
+        out: where q and k are written, of their shape and dtype with columns side by side; None for new tensors.
         implementation: "triton" or "torch", to ask for exactly that one.
     Returns:
-        q and k, newly made, contiguous.
+        q and k: `out`, or newly made and contiguous.
     Raises:
         UnsupportedInput: a shape or dtype that is not listed here.
     """
@@ -69,28 +73,39 @@ def rms_rope(
         and k.dim() == 4
         and (k.shape[0], k.shape[1], k.shape[3]) == (batch, length, dim)
         and q.stride(3) == k.stride(3) == 1
-        and freqs.dtype == torch.float32
-        and freqs.is_contiguous()
+        and freqs.dtype in (torch.float32, q.dtype)
+        and freqs[0].is_contiguous()
         and tuple(freqs.shape) in ((batch, length, dim // 2, 2, 2), (1, length, dim // 2, 2, 2))
         and all(w.shape == (dim,) and w.is_contiguous() for w in (q_weight, k_weight))
         and len({q.dtype, k.dtype, q_weight.dtype, k_weight.dtype}) == 1
+        and (out is None or all(_alike(*pair) for pair in zip(out, (q, k), strict=True)))
     )
     if not fits:
         raise UnsupportedInput(
             f"rms_rope: q {q.dtype} {tuple(q.shape)}, k {k.dtype} {tuple(k.shape)}, freqs {freqs.dtype} "
             f"{tuple(freqs.shape)}, weights {q_weight.dtype} {tuple(q_weight.shape)} and {k_weight.dtype} "
-            f"{tuple(k_weight.shape)}. Needed: heads [B, L, H, D] with D a multiple of 4 up to {MAX_HEAD_DIM}, float32 "
-            "matrices [B or 1, L, D / 2, 2, 2] and weights [D] of one dtype. Norm and rotate them by themselves instead."
+            f"{tuple(k_weight.shape)}, out {None if out is None else [(t.dtype, tuple(t.shape)) for t in out]}. Needed: heads "
+            f"[B, L, H, D] with D a multiple of 4 up to {MAX_HEAD_DIM}, matrices [B or 1, L, D / 2, 2, 2] of float32 or the "
+            "dtype of q, weights [D] of that dtype, and out like q and k. Norm and rotate them by themselves instead."
         )
     chosen = choose(detect(q.device), in_features=dim, out_features=dim, implementation=implementation)
-    if chosen.implementation == "torch" or not q.numel() or not k.numel():
-        return (
-            rms_rope_torch(q, freqs, q_weight, eps, split_half),
-            rms_rope_torch(k, freqs, k_weight, eps, split_half),
+    made = out
+    if made is None:
+        made = (
+            torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            torch.empty(k.shape, dtype=k.dtype, device=k.device),
         )
+    if chosen.implementation == "torch" or not q.numel() or not k.numel():
+        for to, x, weight in zip(made, (q, k), (q_weight, k_weight), strict=True):
+            to.copy_(rms_rope_torch(x, freqs, weight, eps, split_half))
+        return made
     from .rms_rope_triton import rms_rope_triton
 
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    orders = by_lane, by_lane if rotate_by_lane is None else rotate_by_lane
     with on_device(q.device):
-        rms_rope_triton(q, k, freqs, q_weight, k_weight, eps, split_half, by_lane, *out)
-    return out
+        rms_rope_triton(q, k, freqs, q_weight, k_weight, eps, split_half, orders, *made)
+    return made
+
+
+def _alike(out: torch.Tensor, x: torch.Tensor) -> bool:
+    return out.shape == x.shape and out.dtype == x.dtype and out.stride(3) == 1 and out.device == x.device

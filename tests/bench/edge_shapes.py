@@ -275,7 +275,7 @@ class Suite:
                 for split_half in (True, False):
                     for by_lane in (True, False):
                         out = torch.empty_like(q), torch.empty_like(k)
-                        launch(q, k, freqs, *weights, EPS, split_half, by_lane, *out)
+                        launch(q, k, freqs, *weights, EPS, split_half, (by_lane, by_lane), *out)
                         for got, x, weight in zip(out, (q, k), weights, strict=True):
                             expected = op.rms_rope_torch(x, freqs, weight, EPS, split_half)
                             self._near(f"rms_rope of {tuple(x.shape)}, halves {split_half}", got, expected)

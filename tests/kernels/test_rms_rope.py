@@ -58,15 +58,53 @@ def test_rounds_where_pytorch_rounds(shape, split_half, dtype, impl, device):
             assert_same(out, expected, name)
 
 
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("rotate_by_lane", [True, False])
+def test_writes_into_parts_of_larger_tensors(rotate_by_lane, images, impl, device):
+    """As two streams write into the q and k that they attend with, by parts of longer matrices."""
+    q, k, freqs, *weights = operands(2, 5, 3, 2, 64, torch.float32, device, images)
+    joint = torch.full((2, 5, 3, 64), -1.0, device=device), torch.full((2, 5, 2, 64), -1.0, device=device)
+    for part in (slice(0, 2), slice(2, 5)):
+        got = rms_rope(
+            q[:, part], k[:, part], freqs[:, part], *weights, EPS, split_half=False, rotate_by_lane=rotate_by_lane,
+            out=tuple(t[:, part] for t in joint), implementation=impl,
+        )  # fmt: skip
+        assert [t.data_ptr() for t in got] == [t[:, part].data_ptr() for t in joint]
+    for out, x, weight, name in zip(joint, (q, k), weights, "qk", strict=True):
+        assert_close(out, meaning(x, freqs, weight, False), 1e-6, name)
+
+
+def test_products_are_rounded_to_the_matrices_type(impl, device):
+    q, k, freqs, *weights = operands(1, 2, 2, 2, 64, torch.bfloat16, device)
+    freqs = freqs.bfloat16()
+    for by_lane in (False, True):
+        got = rms_rope(q, k, freqs, *weights, EPS, split_half=False, rotate_by_lane=by_lane, implementation=impl)
+        for out, x, weight, name in zip(got, (q, k), weights, "qk", strict=True):
+            normed = torch.nn.functional.rms_norm(x, (64,), weight, EPS)
+            pairs, rows = normed.unflatten(-1, (-1, 2)), freqs.unsqueeze(2)
+            second, first = (pairs[..., [i]] * rows[..., i] for i in (1, 0))
+            expected = torch.addcmul(second, pairs[..., [0]], rows[..., 0]).flatten(-2)
+            if impl == "torch" or not by_lane:
+                expected = torch.addcmul(first, pairs[..., [1]], rows[..., 1]).flatten(-2)
+            if impl == "triton" and device.type == "cpu":
+                # the interpreter truncates to bfloat16
+                assert_close(out, expected, 0.04, name)
+            else:
+                assert_same(out, expected, name)
+
+
 def test_what_does_not_fit_is_refused():
     q, k, freqs, *weights = operands(1, 3, 2, 2, 64, torch.float16, torch.device("cpu"))
     for wrong in (
         (q.float(), k, freqs, *weights),
         (q[:, :2], k, freqs, *weights),
-        (q, k, freqs.half(), *weights),
+        (q, k, freqs.bfloat16(), *weights),
         (q, k, freqs[:, :2], *weights),
         (q, k, freqs, weights[0][:8], weights[1]),
         (q.transpose(2, 3), k, freqs, *weights),
     ):
         with pytest.raises(UnsupportedInput, match="Needed: heads"):
             rms_rope(*wrong, EPS, split_half=True)
+    for out in ((q, k.float()), (q, k[:, :2]), (q, k.transpose(2, 3))):
+        with pytest.raises(UnsupportedInput, match="Needed: heads"):
+            rms_rope(q, k, freqs, *weights, EPS, split_half=True, out=out)

@@ -333,12 +333,14 @@ def block_reports(kernels, sm: int):
     module = kernels["rms_rope_triton"]
     names = ("q_ptr", "k_ptr", "q_weight_ptr", "k_weight_ptr", "q_out_ptr", "k_out_ptr")
     types = dict.fromkeys(names, "*bf16") | {"freqs_ptr": FP32, "eps": "fp32"}
-    numbers = ("length", "q_heads", "k_heads", "freqs_batch")
-    types |= dict.fromkeys((*numbers, *(f"stride_{x}{d}" for x in "qk" for d in "blh")), "i32")
+    numbers = ("length", "q_heads", "k_heads", "stride_freqs")
+    strides = (f"stride_{x}{d}" for x in ("q", "k", "q_out", "k_out") for d in "blh")
+    types |= dict.fromkeys((*numbers, *strides), "i32")
     for dim, split_half in ((256, True), (128, False)):
         constants = {
             "SPLIT_HALF": split_half,
             "BY_LANE": split_half,
+            "ROTATE_BY_LANE": True,
             "D": dim,
             "HALF": dim // 2,
             "HEADS": module.HEADS_PER_PROGRAM,
