@@ -202,11 +202,11 @@ def low_rank(layer):
     return LowRank((down * 0.02).bfloat16(), (up * 0.02).bfloat16())
 
 
-def make(comfy, name):
-    """A model, its inputs, the layers whose input a fused block makes, and how many of its blocks run fused."""
+def make(comfy, name, batch=1):
+    """A model, its inputs, and how many of its blocks run fused."""
     if name == "qwen":
-        return Qwen(comfy, 64), qwen_inputs(), 2
-    return Flux(comfy, name, 64), flux_inputs(), 4
+        return Qwen(comfy, 64), qwen_inputs(batch), 2
+    return Flux(comfy, name, 64), flux_inputs(batch), 4
 
 
 @pytest.mark.parametrize("name", ["qwen", *FLUX])

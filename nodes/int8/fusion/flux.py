@@ -12,12 +12,18 @@ from ....kernels.residual_norm import Branch, residual_norm
 from .. import short_way
 from .feed_forward import FeedForward
 from .guards import Watched, why_unknown
+from .heads import Heads, is_rms_norm
 from .pieces import begin, by_row, kinds_of, options, owner, read, room_for_input, why_not_int8, why_unfit
 from .two_streams import Modulation, Stream, TwoStreams, layer_norm, why_no_layer_norm
 
-HOST = "comfy.ldm.flux.layers"
+HOST, MATH = "comfy.ldm.flux.layers", "comfy.ldm.flux.math"
 KNOWN_DOUBLE, KNOWN_SINGLE, KNOWN_APPLY_MOD = "3fafe2c283317908", "113d6af3d69e847c", "f633f85ff351cb60"
 KNOWN_ACTIVATION, KNOWN_YAK = "f7ac1794515787f6", "d8fdc93b63e120f1"
+# what norms and rotates q and k: where one of these is another, the host's own code does it
+KNOWN_QK_NORM, KNOWN_ROPE = (
+    "327fb3b42f2ad6a9",
+    {(HOST, "attention"): "250d6c88f82ae175", (MATH, "apply_rope"): "5090eeabd01f9ad4"},
+)
 REFERENCE = "some tokens have another modulation than others"
 
 
@@ -26,7 +32,11 @@ class Double(TwoStreams):
 
     name = "Flux two-stream"
 
-    __slots__ = ()
+    __slots__ = ("_heads",)
+
+    def __init__(self, module: nn.Module, streams: tuple[Stream, Stream], watched: Watched):
+        super().__init__(module, streams, watched)
+        self._heads = _heads_of(module.txt_attn.norm, module.img_attn.norm)
 
     @classmethod
     def of(cls, module: nn.Module) -> Double | str:
@@ -82,21 +92,22 @@ class Double(TwoStreams):
     def _attend(self, pe, mask, transformer_options: dict, readings: list) -> tuple[torch.Tensor, torch.Tensor]:
         """What the host does from the output of `qkv` of both streams to that of `proj`."""
         block = self._module
-        streams = [(*attention.norm(q, k, v), v) for attention, (q, k, v) in _each(block, readings)]
+        parts = [_heads(qkv, block.num_heads) for (qkv,) in reversed(readings)]
         readings.clear()
-        text = streams[1][0].shape[2]
-        q, k, v = (torch.cat((txt, img), dim=2) for img, txt in zip(*streams, strict=True))
-        del streams
+        text = parts[0].shape[1]
+        joint = _joint(self._heads, parts, pe, transformer_options)
+        if joint is None:
+            norms = block.txt_attn.norm, block.img_attn.norm
+            streams = [_normed_heads(norm, part) for norm, part in zip(norms, parts, strict=True)]
+            q, k, v = (torch.cat(pair, dim=2) for pair in zip(*streams, strict=True))
+            del streams
+        else:
+            q, k, v, pe = *joint, torch.cat([part[:, :, 2] for part in parts], dim=1).transpose(1, 2), None
+        del parts
         extra = transformer_options.copy()
         extra["img_slice"] = [text, q.shape[2]]
         attn = _attention(q, k, v, pe, mask, transformer_options, extra)
         return block.img_attn.proj(attn[:, text:]), block.txt_attn.proj(attn[:, :text])
-
-
-def _each(block: nn.Module, readings: list):
-    """The attention of each stream, and q, k and v [B, H, L, D]."""
-    for attention, (qkv,) in zip((block.img_attn, block.txt_attn), readings, strict=True):
-        yield attention, _heads(qkv, block.num_heads)
 
 
 class Single:
@@ -109,13 +120,14 @@ class Single:
 
     name = "Flux one-stream"
 
-    __slots__ = ("_linears", "_module", "_watched")
+    __slots__ = ("_heads", "_linears", "_module", "_watched")
 
     def __init__(self, module: nn.Module):
         self._module = module
         self._linears = (module.linear1, module.linear2)
         modules = [module.pre_norm, *module.mlp_act.modules(), *self._linears]
         self._watched = _watched(module, modules, [])
+        self._heads = _heads_of(module.norm)
 
     @classmethod
     def of(cls, module: nn.Module) -> Single | str:
@@ -170,11 +182,15 @@ class Single:
         (hidden,) = found
         del rows, found, make
         qkv, mlp = torch.split(hidden, [3 * block.hidden_size, block.mlp_hidden_dim_first], dim=-1)
-        q, k, v = _heads(qkv, block.num_heads)
-        q, k = block.norm(q, k, v)
+        heads = _heads(qkv, block.num_heads)
         transformer_options = {} if transformer_options is None else transformer_options
+        joint = _joint(self._heads, [heads], pe, transformer_options)
+        if joint is None:
+            q, k, v = _normed_heads(block.norm, heads)
+        else:
+            q, k, v, pe = *joint, heads[:, :, 2].transpose(1, 2), None
         attn = _attention(q, k, v, pe, attn_mask, transformer_options, transformer_options.copy())
-        del q, k, v, qkv
+        del q, k, v, qkv, heads, joint
 
         attn = attn.contiguous()
         kept = room_for_input((block.linear2,), attn, block.linear2.in_features)
@@ -262,8 +278,33 @@ def _modulation(made, x: torch.Tensor) -> Modulation | str:
 
 
 def _heads(qkv: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, L, 3 H D] as q, k and v [3, B, H, L, D], as the host does."""
-    return qkv.view(qkv.shape[0], qkv.shape[1], 3, heads, -1).permute(2, 0, 3, 1, 4)
+    """[B, L, 3 H D] as [B, L, 3, H, D]."""
+    return qkv.view(qkv.shape[0], qkv.shape[1], 3, heads, -1)
+
+
+def _normed_heads(norm: nn.Module, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v [B, H, L, D] of one stream, as the host makes them."""
+    q, k, v = heads.permute(2, 0, 3, 1, 4)
+    return *norm(q, k, v), v
+
+
+def _heads_of(*norms: nn.Module) -> Heads | None:
+    """What norms and rotates q and k of streams in one pass; None when the host's way is not the known one."""
+    pairs = [(norm._modules.get("query_norm"), norm._modules.get("key_norm")) for norm in norms]
+    reasons = [why_unknown(type(norm), {"forward": frozenset({KNOWN_QK_NORM})}) for norm in norms]
+    reasons += [
+        why_unknown(owner(norms[0], where), {name: frozenset({known})}) for (where, name), known in KNOWN_ROPE.items()
+    ]
+    if any(reasons) or not all(is_rms_norm(norm) for pair in pairs for norm in pair):
+        return None
+    return Heads(pairs, list(norms), [(owner(norms[0], where), name) for where, name in KNOWN_ROPE])
+
+
+def _joint(heads: Heads | None, parts: list[torch.Tensor], pe, transformer_options: dict):
+    """q and k as `Heads.joint` makes them; None when there is none, and for patches, which want them unrotated."""
+    if heads is None or "attn1_patch" in transformer_options.get("patches", {}):
+        return None
+    return heads.joint([(part[:, :, 0], part[:, :, 1]) for part in parts], pe)
 
 
 def _attention(q, k, v, pe, mask, transformer_options: dict, extra: dict) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 
 from .feed_forward import FeedForward
 from .guards import Watched, why_unknown
+from .heads import Heads, is_rms_norm
 from .pieces import by_row, owner, why_not_int8
 from .two_streams import Modulation, Stream, TwoStreams, why_no_layer_norm
 
@@ -17,6 +18,8 @@ HOST = "comfy.ldm.qwen_image.model"
 READERS = {"img": ("to_q", "to_k", "to_v"), "txt": ("add_q_proj", "add_k_proj", "add_v_proj")}
 # which additions are one operation; that of attention to the text is two
 ONE_ROUNDING = {"img": (True, True), "txt": (False, True)}
+# what rotates q and k: where it is another, the host's own code does it, and norms
+ROPE, KNOWN_ROPE = "apply_rope1", "c68b4d968b5fd98b"
 
 
 class Block(TwoStreams):
@@ -34,7 +37,11 @@ class Block(TwoStreams):
         ("txt_mlp.net.0", "forward"): "914b43393a6730dd",
     }
 
-    __slots__ = ()
+    __slots__ = ("_heads",)
+
+    def __init__(self, module: nn.Module, streams: tuple[Stream, Stream], watched: Watched):
+        super().__init__(module, streams, watched)
+        self._heads = _heads_of(module.attn)
 
     @classmethod
     def of(cls, module: nn.Module) -> Block | str:
@@ -105,33 +112,50 @@ class Block(TwoStreams):
     def _attend(self, mask, turns, transformer_options: dict, readings: list) -> tuple[torch.Tensor, torch.Tensor]:
         """What the host's attention does from the output of its first Linears to that of its last ones."""
         host, attention = owner(None, HOST), self._module.attn
-        (img_q, img_k, img_v), (txt_q, txt_k, txt_v) = (
-            [t.view(*t.shape[:2], attention.heads, -1).transpose(1, 2) for t in reading] for reading in readings
-        )
+        parts = [[t.view(*t.shape[:2], attention.heads, -1) for t in reading] for reading in reversed(readings)]
         readings.clear()
-        text = txt_q.shape[2]
-        # contiguous, as the host makes them: the norms add up in the order that the strides ask for
-        q = [attention.norm_added_q(txt_q.contiguous()), attention.norm_q(img_q.contiguous())]
-        k = [attention.norm_added_k(txt_k.contiguous()), attention.norm_k(img_k.contiguous())]
-        q, k, v = (torch.cat(pair, dim=2) for pair in (q, k, (txt_v, img_v)))
-        del img_q, img_k, img_v, txt_q, txt_k, txt_v
+        text, patches = parts[0][0].shape[1], transformer_options.get("patches", {}).get("attn1_patch", ())
+        joint = None
+        # patches want them unrotated
+        if self._heads is not None and not patches:
+            joint = self._heads.joint([(q, k) for q, k, _ in parts], turns)
+        v = torch.cat([part[2].transpose(1, 2) for part in parts], dim=2)
+        q, k = joint or _normed(attention, parts)
+        del parts
         attn_mask = None
         if mask is not None:
             attn_mask = q.new_zeros((q.shape[0], 1, q.shape[2]))
             attn_mask[:, 0, :text] = mask
         extra = transformer_options.copy()
         extra["img_slice"] = [text, q.shape[2]]
-        for patch in transformer_options.get("patches", {}).get("attn1_patch", ()):
+        for patch in patches:
             out = patch(q, k, v, pe=turns, attn_mask=mask, extra_options=extra)
             q, k, v = (out.get(name, own) for name, own in (("q", q), ("k", k), ("v", v)))
             turns, mask = out.get("pe", turns), out.get("attn_mask", mask)
-        q, k = host.apply_rope1(q, turns), host.apply_rope1(k, turns)
-        joint = host.optimized_attention_masked(
+        if joint is None:
+            q, k = host.apply_rope1(q, turns), host.apply_rope1(k, turns)
+        y = host.optimized_attention_masked(
             q, k, v, attention.heads, attn_mask, transformer_options=transformer_options, skip_reshape=True
         )
-        del q, k, v
-        img = attention.to_out[1](attention.to_out[0](joint[:, text:, :]))
-        return img, attention.to_add_out(joint[:, :text, :])
+        del q, k, v, joint
+        img = attention.to_out[1](attention.to_out[0](y[:, text:, :]))
+        return img, attention.to_add_out(y[:, :text, :])
+
+
+def _normed(attention: nn.Module, parts: list) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k [B, H, L, D] of text and image, normed and joined as the host does."""
+    (txt_q, txt_k), (img_q, img_k) = ([t.transpose(1, 2).contiguous() for t in part[:2]] for part in parts)
+    q = torch.cat([attention.norm_added_q(txt_q), attention.norm_q(img_q)], dim=2)
+    return q, torch.cat([attention.norm_added_k(txt_k), attention.norm_k(img_k)], dim=2)
+
+
+def _heads_of(attention: nn.Module) -> Heads | None:
+    """What norms and rotates q and k of both streams in one pass; None when the host's way is not the known one."""
+    pairs = [(attention.norm_added_q, attention.norm_added_k), (attention.norm_q, attention.norm_k)]
+    reason = why_unknown(owner(attention, HOST), {ROPE: frozenset({KNOWN_ROPE})})
+    if reason is not None or not all(is_rms_norm(norm) for pair in pairs for norm in pair):
+        return None
+    return Heads(pairs, [], [(owner(attention, HOST), ROPE)])
 
 
 def _why_no_mlp(mlp: nn.Module) -> str | None:
