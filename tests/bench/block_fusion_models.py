@@ -1,6 +1,6 @@
 """Fused blocks on full-size classes with random weights: step time, launches, and where the time goes, model by model.
 
-    COMFYUI_PATH=... python tests/bench/block_fusion_models.py [wan ...] [--json FILE] [--limit SECONDS] [--rounds N]
+    COMFYUI_PATH=... python tests/bench/block_fusion_models.py [klein krea2 qwen wan z_image] [--json FILE] [--limit SECONDS] [--rounds N]
 
 For each model "bf16" is the float MODEL, "host" its INT8 twin on comfy_kitchen's kernels, "linear" the twin with our Linears
 only, "fused" with our blocks. Width, heads and tokens are those of the model; of its equal blocks fewer are built where
@@ -49,6 +49,47 @@ def at_time(x: torch.Tensor, text: torch.Tensor, **more) -> dict:
 
 
 CASES = {
+    "klein": Case(
+        "Flux.2 Klein 9B, 1024x1024: 4096 tokens, 512 text tokens",
+        "comfy.ldm.flux.model",
+        "Flux",
+        {
+            "hidden_size": 4096,
+            "num_heads": 32,
+            "mlp_ratio": 3.0,
+            "axes_dim": [32, 32, 32, 32],
+            "theta": 2000,
+            "in_channels": 128,
+            "out_channels": 128,
+            "patch_size": 1,
+            "context_in_dim": 12288,
+            "vec_in_dim": None,
+            "qkv_bias": False,
+            "ops_bias": False,
+            "mlp_silu_act": True,
+            "global_modulation": True,
+            "guidance_embed": False,
+            "txt_ids_dims": [3],
+        },
+        {"depth": (8, 8), "depth_single_blocks": (24, 24)},
+        lambda: at_time(normal(1, 128, 64, 64, seed=1), normal(1, 512, 12288, seed=2, dtype=torch.bfloat16)),
+    ),
+    "krea2": Case(
+        "Krea 2, 1024x1024: 4096 tokens, 256 text tokens",
+        "comfy.ldm.krea2.model",
+        "SingleStreamDiT",
+        {},
+        {"layers": (14, 28)},
+        lambda: at_time(normal(1, 16, 128, 128, seed=1), normal(1, 256, 12 * 2560, seed=2, dtype=torch.bfloat16)),
+    ),
+    "qwen": Case(
+        "Qwen-Image, 1024x1024: 4096 tokens, 256 text tokens",
+        "comfy.ldm.qwen_image.model",
+        "QwenImageTransformer2DModel",
+        {},
+        {"num_layers": (20, 60)},
+        lambda: at_time(normal(1, 16, 1, 128, 128, seed=1), normal(1, 256, 3584, seed=2, dtype=torch.bfloat16)),
+    ),
     "wan": Case(
         "Wan 2.2 14B, text to video, 832x480, 81 frames: 32,760 tokens, 512 text tokens",
         "comfy.ldm.wan.model",
@@ -64,6 +105,30 @@ CASES = {
         },
         {"num_layers": (8, 40)},
         lambda: at_time(normal(1, 16, 21, 60, 104, seed=1), normal(1, 512, 4096, seed=2, dtype=torch.bfloat16)),
+    ),
+    "z_image": Case(
+        "Z-Image, 1024x1024: 4096 tokens, 224 text tokens",
+        "comfy.ldm.lumina.model",
+        "NextDiT",
+        {
+            "dim": 3840,
+            "n_heads": 30,
+            "n_kv_heads": 30,
+            "in_channels": 16,
+            "cap_feat_dim": 2560,
+            "qk_norm": True,
+            "axes_dims": [32, 48, 48],
+            "axes_lens": [1536, 512, 512],
+            "rope_theta": 256.0,
+            "ffn_dim_multiplier": 8 / 3,
+            "z_image_modulation": True,
+            "time_scale": 1000.0,
+            "pad_tokens_multiple": 32,
+        },
+        {"n_layers": (30, 30)},
+        lambda: at_time(
+            normal(1, 16, 128, 128, seed=1), normal(1, 224, 2560, seed=2, dtype=torch.bfloat16), num_tokens=224
+        ),
     ),
 }
 
@@ -126,6 +191,90 @@ def passes_alone(results: Results) -> None:
         del x, y, calls, passes, got, expected
     worst = {name: found for name, found in differs.items() if any(found)}
     results.note(f"passes: share of x, codes, scales that differ from PyTorch's: {worst or 'none'}", differs=differs)
+
+
+def activations_alone(results: Results) -> None:
+    """What activation and quantising cost in one pass and as separate operations, and how many values differ between them."""
+    from native_int8.kernels import quantize_gelu, quantize_rows, quantize_swiglu
+    from native_int8.kernels.packed_rows import parts_of
+    from native_int8.kernels.quantize_activation import activated_torch
+
+    table, differs = {}, {}
+    # rows, columns that come before, columns of the activation, SwiGLU or GELU
+    for m, before, k, gated in ((4608, 4096, 12288, True), (4608, 3072, 12288, False), (4096, 0, 12288, True),
+                                (4096, 0, 12288, False), (32760, 0, 13824, False)):  # fmt: skip
+        # as one Linear gives it: what attention reads, then the activation's input
+        hidden = normal(m, 3 * before + (2 if gated else 1) * k, seed=1, dtype=torch.bfloat16)
+        first = normal(m, before, seed=2, dtype=torch.bfloat16) if before else None
+        gate, up = hidden[:, 3 * before :].chunk(2, -1) if gated else (hidden[:, 3 * before :], None)
+        for group in (0, 256):
+
+            def one(gate=gate, up=up, first=first, group=group):
+                if up is None:
+                    return quantize_gelu(gate, before=first, rotation_group=group)
+                return quantize_swiglu(gate, up, before=first, rotation_group=group)
+
+            def eager(gate=gate, up=up, first=first, group=group):
+                v = activated_torch(gate, up)
+                return quantize_rows(v if first is None else torch.cat((first, v), -1), rotation_group=group)
+
+            name = f"{m}x{before}+{k} {'SwiGLU' if gated else 'GELU'} {group}"
+            (codes, factors), expected = parts_of(one(), m, before + k), eager()
+            differs[name] = [differing(codes, expected[0]), differing(factors, expected[1].view(-1))]
+            table[name] = Timer().medians_us({"one pass": one, "eager": eager}, rounds=7)
+    row = ", ".join(f"{name} {us['one pass']:.0f} ({us['eager']:.0f})" for name, us in table.items())
+    results.note(f"activations, us (separate operations): {row}", activations_us=table)
+    worst = {name: found for name, found in differs.items() if any(found)}
+    results.note(
+        f"activations: share of codes, scales that differ from PyTorch's: {worst or 'none'}", act_differs=differs
+    )
+
+
+def heads_alone(results: Results) -> None:
+    """From q and k of two streams to the joint ones: our pass, and the host's norms, join and rotation."""
+    from comfy.ldm.flux.math import apply_rope
+    from native_int8.kernels import rms_rope
+    from native_int8.nodes.int8.fusion.heads import _default_eps, _order
+
+    table, differs = {}, {}
+    # heads, dtype of the rotation matrices, eps or PyTorch's own
+    for name, heads, dtype, eps in (("Flux.2", 32, torch.float32, None), ("Qwen-Image", 24, torch.bfloat16, 1e-6)):
+        streams = [normal(1, m, 3, heads, 128, seed=m, dtype=torch.bfloat16).unbind(2)[:2] for m in (512, 4096)]
+        weights = normal(4, 128, seed=1, dtype=torch.bfloat16)
+        angle = torch.rand((1, 1, 4608, 64), device=DEVICE) * 6
+        turns = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).unflatten(-1, (2, 2)).to(dtype)
+        by_lane = _order(streams[0][0], turns, 4608)
+        if by_lane is None:
+            results.note(f"heads of {name}: the host's own way runs here")
+            continue
+        own_eps = _default_eps(torch.bfloat16, streams[0][0].device) if eps is None else eps
+        order = {"split_half": False, "rotate_by_lane": by_lane}
+
+        def ours(streams=streams, weights=weights, turns=turns, own_eps=own_eps, order=order):
+            joint = [
+                torch.empty((1, 4608, *streams[0][0].shape[2:]), device=DEVICE, dtype=torch.bfloat16) for _ in "qk"
+            ]
+            for i, part in enumerate((slice(0, 512), slice(512, 4608))):
+                out, own = tuple(t[:, part] for t in joint), weights[2 * i : 2 * i + 2]
+                rms_rope(*streams[i], turns[:, 0, part], *own, own_eps, **order, out=out)
+            return [t.transpose(1, 2) for t in joint]
+
+        def host(streams=streams, weights=weights, turns=turns, eps=eps):
+            q, k = (
+                torch.cat(
+                    [
+                        torch.nn.functional.rms_norm(stream[i].transpose(1, 2), (128,), weights[2 * at + i], eps)
+                        for at, stream in enumerate(streams)
+                    ],
+                    2,
+                )
+                for i in (0, 1)
+            )
+            return apply_rope(q, k, turns)
+
+        differs[name] = [differing(a, b) for a, b in zip(ours(), host(), strict=True)]
+        table[name] = Timer().medians_us({"ours": ours, "host": host}, rounds=7)
+    results.note(f"heads, us: {table}; share of q, k that differ from the host's: {differs}", heads_us=table)
 
 
 def contestants_of(comfy, case: Case):
@@ -206,6 +355,8 @@ def main() -> None:
     comfy = load_comfy()
     load_kernels()
     passes_alone(results)
+    activations_alone(results)
+    heads_alone(results)
     for name in arguments.models:
         if results.left() < 20:
             results.data["cut_off"].append(name)
