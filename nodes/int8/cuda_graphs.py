@@ -7,7 +7,8 @@ the reasons for which there is no graph; each is counted and told.
 
 A graph keeps the memory of all that its forward computes. The graphs of one model share that memory, since they never run at
 once and their outputs are copied out; still it is more than without. They go with the weights: unloading, another LoRA,
-running out of memory, and the end of the MODEL free them.
+running out of memory, and the end of the MODEL free them. With a LoRA beside the weights each prompt records anew, since
+its matrices are put on the GPU anew.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ import torch
 
 from . import short_way
 from .fusion import registry as fusion
-from .graph_facts import NAME
 from .graph_recorder import Recorder
 from .model_graphs import ModelGraphs
 from .seats import PerModel, Seat, Seats
 
 log = logging.getLogger("native_int8.cuda_graphs")
 _thread = threading.local()
+_all: weakref.WeakSet[Graphs] = weakref.WeakSet()
 
 
 def own_seats(diffusion_model: torch.nn.Module) -> set[int]:
@@ -63,6 +64,7 @@ class Graphs:
     def __init__(self, tell: Callable[[str], None] | None = None, make_recorder: Callable[[], Recorder] = Recorder):
         # nothing here refers back to this object: its graphs go with it, not when garbage is collected
         say = self._say = _Voice(tell).say
+        _all.add(self)
         self.of = PerModel(lambda diffusion_model: ModelGraphs(diffusion_model, say, make_recorder(), own_seats))
 
     def drop(self, diffusion_model: torch.nn.Module) -> None:
@@ -92,14 +94,10 @@ class Graphs:
                 self._say(f"CUDA graph not used: {reason}.")
 
 
-def drop(patcher) -> None:
-    """Free the graphs of a patcher whose weights move."""
-    # nothing is imported here: patchers are unloaded at the end of the program, too
-    for by_key in patcher.wrappers.values():
-        for wrapper in by_key.get(NAME, ()):
-            graphs = getattr(wrapper, "graphs", None)
-            if graphs is not None:
-                graphs.drop(patcher.model.diffusion_model)
+def drop(diffusion_model: torch.nn.Module) -> None:
+    """Free the graphs of a model whose weights move, whichever MODEL they were recorded for."""
+    for graphs in list(_all):
+        graphs.drop(diffusion_model)
 
 
 def _seat(diffusion_model: torch.nn.Module):

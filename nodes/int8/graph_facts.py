@@ -242,7 +242,8 @@ class Modules:
                     facts += _addresses(tensor)
             low_rank = attributes.get(short_way.BRANCH)
             if low_rank is not None:
-                facts += (id(low_rank), low_rank.down.data_ptr(), low_rank.up.data_ptr())
+                # a new stack may lie where an old one lay, with another rank
+                facts += (id(low_rank), low_rank.down.data_ptr(), low_rank.up.data_ptr(), low_rank.down.shape[0])
         return facts
 
     def _why_not(self, attributes: dict) -> str | None:

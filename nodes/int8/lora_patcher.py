@@ -174,6 +174,7 @@ class _Loading:
     def partially_unload(self, *args, **kwargs):
         """The host's; baked codes move, and the stacks are made again at the next run."""
         self._drop()
+        cuda_graphs.drop(self.model.diffusion_model)
         with self._hidden(self.native_int8_plan()):
             return super().partially_unload(*args, **kwargs)
 
@@ -181,6 +182,7 @@ class _Loading:
         """The host's; without weights there are no stacks."""
         if unpatch_weights:
             self._drop()
+            cuda_graphs.drop(self.model.diffusion_model)
             lora_branch.set_loaded(self.model, None)
         return super().unpatch_model(device_to, unpatch_weights)
 
@@ -362,7 +364,6 @@ class _Loading:
         return lora_branch.BranchSet(self.patches_uuid, dict(plan.beside.values()))
 
     def _drop(self) -> None:
-        cuda_graphs.drop(self)
         for branch in (self.native_int8_branch, *self._hook_branches):
             if branch is not None:
                 branch.drop()

@@ -562,6 +562,10 @@ def test_sampling_gives_the_same_bits(graphed, sample):
     assert record.snapshot() == host_backend.record_of(usual).snapshot()
     assert "CUDA graphs: 1 first of its kind, 1 recorded, 2 replayed" in record.sentence()
     assert len(said) == 1 and said[0].startswith("CUDA graph recorded for input 1x128x4x4; 1 of up to 4 kept, ")
+    # the next prompt begins with a replay
+    record.reset()
+    assert torch.equal(sample(model.clone(), steps=4), expected)
+    assert record.by_graph() == {"graphed": {REPLAYED: 4}, "ungraphed": {}}
 
 
 def test_without_cuda_the_user_is_told(comfy, sample):
