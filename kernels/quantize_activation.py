@@ -16,6 +16,10 @@ from .packed_rows import empty_rows
 from .quantize_rows import quantize_rows_torch
 from .rotate import check_group
 
+# Cards with memory so fast that a GELU in two passes takes less than CUDA's tanh in one: 0.84 ms against 1.33 ms for
+# 32760 x 13824 on an H200. Others have about as many operations and a third of the bandwidth.
+_HBM = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
+
 
 def quantize_swiglu(
     gate: torch.Tensor,
@@ -77,8 +81,9 @@ def _quantize(gate, up, before, rotation_group: int, kept, implementation: str |
         )
     if rotation_group:
         check_group(k, rotation_group)
+    device = detect(gate.device)
     chosen = choose(
-        detect(gate.device), in_features=k, out_features=k, rotation_group=rotation_group, implementation=implementation
+        device, in_features=k, out_features=k, rotation_group=rotation_group, implementation=implementation
     ).implementation
     rows, q, scale = empty_rows(m, k, gate.device, chosen)
     if m == 0:
@@ -91,8 +96,15 @@ def _quantize(gate, up, before, rotation_group: int, kept, implementation: str |
             kept.view(m, k).copy_(v)
         return rows
     from .quantize_activation_triton import quantize_activation_triton
+    from .quantize_rows_triton import quantize_rows_triton
 
     with on_device(gate.device):
+        if up is None and before is None and device.compute_capability in _HBM:
+            v = activated_torch(gate_2d, None)
+            quantize_rows_triton(v, q, scale, rotation_group, None)
+            if kept is not None:
+                kept.view(m, k).copy_(v)
+            return rows
         quantize_activation_triton(before_2d, gate_2d, up_2d, q, scale, kept, rotation_group)
     return rows
 
