@@ -89,3 +89,25 @@ def stock_int8_model(comfy):
             {key: weight._qdata, f"{layer}.weight_scale": weight._params.scale, f"{layer}.comfy_quant": marker}
         )
     return comfy.sd.load_diffusion_model_state_dict(state)
+
+
+@pytest.fixture
+def model(stock_int8_model):
+    """The emoji DiT in INT8 on our kernels; test files of other models have their own."""
+    from native_int8.nodes.int8 import patcher
+
+    return patcher.patch_model(stock_int8_model)[0]
+
+
+@pytest.fixture
+def inside(comfy):
+    """A function (MODEL, function) -> what `function` returns inside the MODEL's own APPLY_MODEL wrapper."""
+
+    def call(model, function):
+        comfy.model_management.load_models_gpu([model])
+        executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(
+            lambda *_: function(), model.model, model.get_wrappers("apply_model", "native_int8")
+        )
+        return executor.execute()
+
+    return call

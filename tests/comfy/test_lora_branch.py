@@ -13,32 +13,12 @@ CLOSE = 0.02
 
 
 @pytest.fixture
-def model(stock_int8_model):
-    """The emoji DiT in INT8 on our kernels."""
-    return patcher.patch_model(stock_int8_model)[0]
-
-
-@pytest.fixture
-def run(comfy):
-    """A function (MODEL, function) -> what `function` returns inside the MODEL's own APPLY_MODEL wrapper."""
-
-    def call(model, function):
-        comfy.model_management.load_models_gpu([model])
-        executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(
-            lambda *_: function(), model.model, model.get_wrappers("apply_model", "native_int8")
-        )
-        return executor.execute()
-
-    return call
-
-
-@pytest.fixture
-def layer_delta(run):
+def layer_delta(inside):
     """A function (MODEL, LoRA MODEL, layer name, x) -> difference of the layer's outputs, in float64."""
 
     def measure(plain, with_lora, name, x):
         module = int8_linears(plain)[name]
-        before, after = run(plain, lambda: module(x)), run(with_lora, lambda: module(x))
+        before, after = inside(plain, lambda: module(x)), inside(with_lora, lambda: module(x))
         assert before.dtype == after.dtype == x.dtype and before.shape == after.shape
         return after.double() - before.double()
 
@@ -178,7 +158,7 @@ def test_middle_parts_mean_what_they_mean_to_the_host(comfy, model):
     assert torch.allclose(low_rank.up @ low_rank.down, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_compiled_layers_add_the_lora_without_a_new_graph(model, run):
+def test_compiled_layers_add_the_lora_without_a_new_graph(model, inside):
     module = next(iter(int8_linears(model).values()))
     x = inputs(module, 2, 9)
     graphs = []
@@ -192,8 +172,8 @@ def test_compiled_layers_add_the_lora_without_a_new_graph(model, run):
     file = lora_file(model)
     weak, strong = (add_lora(model, file, strength) for strength in (0.2, 1.2))
     for patched in (weak, strong, add_lora(strong, lora_file(model, seed=1))):
-        eager = run(patched, lambda: module(x))
-        got = run(patched, lambda: compiled(x))
+        eager = inside(patched, lambda: module(x))
+        got = inside(patched, lambda: compiled(x))
         assert torch.allclose(got, eager, rtol=1e-4, atol=1e-4)
     assert len(graphs) == 1
 

@@ -12,12 +12,6 @@ pytestmark = pytest.mark.comfy
 
 
 @pytest.fixture
-def model(stock_int8_model):
-    """The emoji DiT in INT8 on our kernels."""
-    return patcher.patch_model(stock_int8_model)[0]
-
-
-@pytest.fixture
 def hooked(comfy):
     """A function (MODEL, hooks of the positive prompt, hooks of the negative one) -> latent after two steps."""
 

@@ -11,26 +11,6 @@ from packtest.loras import add_lora, int8_linears, lora_file
 pytestmark = pytest.mark.comfy
 
 
-@pytest.fixture
-def model(stock_int8_model):
-    """The emoji DiT in INT8 on our kernels."""
-    return patcher.patch_model(stock_int8_model)[0]
-
-
-@pytest.fixture
-def run(comfy):
-    """A function (MODEL, function) -> what `function` returns inside the MODEL's own APPLY_MODEL wrapper."""
-
-    def call(model, function):
-        comfy.model_management.load_models_gpu([model])
-        executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(
-            lambda *_: function(), model.model, model.get_wrappers("apply_model", "native_int8")
-        )
-        return executor.execute()
-
-    return call
-
-
 def tensors_alive():
     # by type: isinstance would wake up lazy modules of torch
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
@@ -114,20 +94,20 @@ def test_b37_nothing_is_patched_for_others(comfy, stock_int8_model, model, sampl
     assert torch.equal(sample(stock_int8_model), own)
 
 
-def test_an_error_in_the_model_leaves_no_stack_behind(model, run):
+def test_an_error_in_the_model_leaves_no_stack_behind(model, inside):
     patched = add_lora(model, lora_file(model))
     module = next(iter(int8_linears(model).values()))
 
     def fail():
         assert short_way.BRANCH in vars(module)
-        run(patched, lambda: None)
+        inside(patched, lambda: None)
         assert short_way.BRANCH in vars(module)
         raise ZeroDivisionError
 
-    run(patched, lambda: None)
+    inside(patched, lambda: None)
     before = set(vars(module))
     with pytest.raises(ZeroDivisionError):
-        run(patched, fail)
+        inside(patched, fail)
     assert set(vars(module)) == before
 
 
