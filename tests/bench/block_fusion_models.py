@@ -3,7 +3,7 @@
     COMFYUI_PATH=... python tests/bench/block_fusion_models.py [klein krea2 qwen wan z_image] [--json FILE] [--limit SECONDS] [--rounds N]
 
 For each model "bf16" is the float MODEL, "host" its INT8 twin on comfy_kitchen's kernels, "linear" the twin with our Linears
-only, "fused" with our blocks. Width, heads and tokens are those of the model; of its equal blocks fewer are built where
+only, "fused" with our blocks, "graph" those in a CUDA graph. Width, heads and tokens are those of the model; of its equal blocks fewer are built where
 CASES says so, which the result names. First the passes around a LayerNorm are compared with PyTorch's own operations, bit
 for bit. Contestants are interleaved; medians after warm-up. Results are printed and written as they come; what the time
 limit cuts off is named. A further model is a line in CASES.
@@ -278,25 +278,32 @@ def heads_alone(results: Results) -> None:
 
 
 def contestants_of(comfy, case: Case):
-    """The four MODELs, loaded, and a line about the INT8 one."""
+    """The MODELs, loaded, and a line about the INT8 ones."""
     from native_int8.nodes.int8 import host_backend, patcher, speeds
 
     options = {"dtype": torch.bfloat16}
     base = comfy.sd.load_diffusion_model_state_dict(random_state(case), model_options=options, disable_dynamic=True)
     fused, report = patcher.patch_model(base)
-    linear, host = fused.clone(), fused.clone()
+    linear, host, graph = fused.clone(), fused.clone(), fused.clone()
     host_backend.set_speed(linear, speeds.LINEAR_ONLY)
     host_backend.set_speed(host, speeds.OFF)
+    host_backend.set_speed(graph, speeds.GRAPHED, lambda sentence: print(f"  {sentence}", flush=True))
     comfy.model_management.load_models_gpu([base, fused], force_full_load=True)
     dtypes = ", ".join(
         f"{name} in {model.model.get_dtype_inference()}" for name, model in (("bf16", base), ("INT8", fused))
     )
-    return {"bf16": base, "host": host, "linear": linear, "fused": fused}, f"{report.summary()}; {dtypes}"
+    contestants = {"bf16": base, "host": host, "linear": linear, "fused": fused, "graph": graph}
+    return contestants, f"{report.summary()}; {dtypes}"
 
 
 def checked(outputs: dict[str, torch.Tensor]) -> dict[str, float]:
     """Cosines between outputs; stops where rounding to INT8 does not explain them."""
-    pairs = [("fused", "linear"), ("linear", "host"), *((name, "bf16") for name in ("host", "linear", "fused"))]
+    pairs = [
+        ("fused", "linear"),
+        ("graph", "fused"),
+        ("linear", "host"),
+        *((name, "bf16") for name in ("host", "linear", "fused")),
+    ]
     cosine = {
         f"{a} / {b}": float(torch.nn.functional.cosine_similarity(outputs[a], outputs[b], dim=0)) for a, b in pairs
     }
@@ -314,6 +321,9 @@ def measure(comfy, results: Results, name: str, case: Case, rounds: int) -> None
     found = results.data.setdefault("models", {}).setdefault(name, {"what": case.what, "layers": layers})
     results.note(f"{name}: {case.what}; {layers}; {line}; {results.left():.0f} s left")
     inputs = case.inputs()
+    # a graph is recorded at the second call and replayed from the third on
+    for _ in range(2):
+        forward(comfy, contestants["graph"], inputs)
     outputs = {key: forward(comfy, model, inputs).float().flatten() for key, model in contestants.items()}
     found["cosine"] = checked(outputs)
     found["equal"] = bool(torch.equal(outputs["fused"], outputs["linear"]))
@@ -331,6 +341,7 @@ def measure(comfy, results: Results, name: str, case: Case, rounds: int) -> None
     ratios = ", ".join(f"{key}/fused {ms[key] / ms['fused']:.3f}" for key in ms if key != "fused")
     results.note(f"{name} ms: " + ", ".join(f"{key} {value:.1f}" for key, value in ms.items()) + f"; {ratios}")
     record = host_backend.record_of(contestants["fused"])
+    found["graphs"] = host_backend.record_of(contestants["graph"]).by_graph()
     found["calls"] = record.snapshot() | record.ways_taken() | record.rows_shared() | record.blocks_fused()
     results.note(f"{name} calls of fused: {found['calls']}")
     for key, model in contestants.items():
@@ -346,18 +357,20 @@ def measure(comfy, results: Results, name: str, case: Case, rounds: int) -> None
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", choices=[*CASES, []], default=list(CASES))
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(CASES))
     parser.add_argument("--json")
     parser.add_argument("--limit", type=float, default=145)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps-only", action="store_true", help="leave out the passes alone")
     arguments = parser.parse_args()
     results = Results(arguments.json, arguments.limit)
     comfy = load_comfy()
     load_kernels()
-    passes_alone(results)
-    activations_alone(results)
-    heads_alone(results)
-    for name in arguments.models:
+    if not arguments.steps_only:
+        passes_alone(results)
+        activations_alone(results)
+        heads_alone(results)
+    for name in arguments.models or CASES:
         if results.left() < 20:
             results.data["cut_off"].append(name)
             continue
