@@ -69,6 +69,8 @@ def quantize_gelu(
 
 
 def _quantize(gate, up, before, rotation_group: int, kept, implementation: str | None, op: str) -> torch.Tensor | tuple:
+    if torch.compiler.is_compiling():
+        return torch.ops.native_int8.quantize_activation(gate, up, before, rotation_group)
     before_2d, gate_2d, up_2d = _checked(gate, up, before, op)
     m, k = gate_2d.shape
     k += 0 if before_2d is None else before_2d.shape[1]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from . import graph_ops
 from .capability import detect
 from .dispatch import UnsupportedInput, choose
 from .launch import on_device
@@ -116,6 +117,8 @@ def residual_norm(
     Raises:
         UnsupportedInput: a shape, dtype or group that is not listed here.
     """
+    if torch.compiler.is_compiling():
+        return graph_ops.residual_norm(x, branch, norm, rotation_group)
     k = x.shape[-1] if x.dim() else 0
     m = x.numel() // k if k else 0
     _check(x, branch, norm, kept, m, k)

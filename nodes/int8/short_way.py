@@ -69,7 +69,7 @@ def inside(diffusion_model: torch.nn.Module, add_run):
         add_run: called with the `Run` at the end.
     """
     seats = seats_of(diffusion_model)
-    traced.visible = traced.choice() == traced.VISIBLE
+    traced.visible, traced.fused = traced.choice() == traced.VISIBLE, False
     outer = getattr(_thread, "run", None)
     run = _thread.run = Run()
     seats.enter_run(run)
@@ -118,6 +118,8 @@ def current_run() -> Run | None:
 
 def rows_kind(module: torch.nn.Module, device: torch.device) -> tuple | None:
     """The kind of rows that an INT8 Linear wants on `device` (see PreparedLinear.rows_kind); None without its seats."""
+    if _is_compiling():
+        return traced.kind_of(module)
     attributes = module.__dict__
     if any(getattr(attributes.get(name), "__module__", "") != __name__ for name in (UPPER, LOWER)):
         return None
@@ -277,9 +279,9 @@ def _lower_seat(module: torch.nn.Module, linear: _Linear):
             run.ways[GENERAL] += 1
             run.shared.pass_by(linear.place)
             input = run.shared.real(input)
-        y = traced.linear(linear.place, module, input, weight, bias) if _is_compiling() and traced.visible else None
-        if y is None:
-            y = of_class(module, input, weight, bias)
+        elif _is_compiling():
+            return traced.linear(linear.place, of_class, module, input, weight, bias, low_rank)
+        y = of_class(module, input, weight, bias)
         return y if low_rank is None else add_low_rank(y, input, low_rank)
 
     return _forward

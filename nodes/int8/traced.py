@@ -19,7 +19,7 @@ import threading
 
 import torch
 
-from ...kernels import int8_matmul, quantize_rows
+from ...kernels import add_low_rank, int8_matmul, quantize_rows
 from ...kernels.quantize_rows import MIN_SCALE
 
 SWITCH = "NATIVE_INT8_COMPILED_QUANTISE"
@@ -28,8 +28,9 @@ CHOICES = (OPAQUE, VISIBLE)
 LAYOUT = "TensorWiseINT8Layout"
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-# what is traced depends on it, so that a compiler compiles again when it changes; set by short_way.inside
-visible = False
+# what is traced depends on these, so that a compiler compiles again when they change; short_way.inside sets them, and
+# fusion.inside the second
+visible = fused = False
 _lock = threading.Lock()
 _count = None
 
@@ -65,23 +66,67 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, torch.where(fine, top / most, float("nan"))
 
 
-def linear(place, module: torch.nn.Module, input: torch.Tensor, weight, bias) -> torch.Tensor | None:
-    """The visible form of one INT8 Linear; None when it must stay as it is. Traced, never called.
+class _Shared:
+    """`shared_rows.SharedRows` of a traced block."""
+
+    def __init__(self):
+        self.given = None
+
+
+class _Run:
+    """`short_way.Run` of a traced block. It is nobody's: what is set on it while tracing is undone in the same graph."""
+
+    def __init__(self):
+        self.shared = _Shared()
+
+
+run = _Run()
+
+
+def linear(place, of_class, module: torch.nn.Module, input: torch.Tensor, weight, bias, low_rank) -> torch.Tensor:
+    """One INT8 Linear as it is traced; never called outside of that.
 
     Args:
         place: the Linear's `shared_rows.Place`, or None.
+        of_class: the host's method, for what must stay as it is.
+        input: the input, or the stand-in of a fused block.
         weight: what the host made of the module's weight; still INT8, or float.
+        low_rank: the module's stack of LoRAs, or None.
     """
-    if not _is_int8(weight) or input.dtype not in _FLOATS or input.requires_grad:
+    int8, given, rows = _is_int8(weight), run.shared.given, None
+    if given is not None and given.stand_in is input:
+        given.used += 1
+        if int8 and kind_of(module) == given.kind:
+            rows = given.rows
+        if rows is None or low_rank is not None:
+            input = given.input()
+    if rows is None and (visible or fused) and int8 and input.dtype in _FLOATS and not input.requires_grad:
+        rows = _own_rows(place, module, input)
+    if rows is None:
+        y = of_class(module, input, weight, bias)
+    else:
+        y = torch.ops.native_int8.linear_of_rows(*rows, weight, bias, input.dtype)
+        y = y.view(*input.shape[:-1], y.shape[-1])
+    return y if low_rank is None else add_low_rank(y, input, low_rank)
+
+
+def kind_of(module: torch.nn.Module) -> tuple | None:
+    """What `short_way.rows_kind` is while tracing: the device and the implementation show when the graph runs."""
+    weight = module.weight
+    if getattr(weight, "_layout_cls", None) != LAYOUT:
         return None
+    params = weight._params
+    return None, None, module.in_features, params.convrot_groupsize if params.convrot else 0, None
+
+
+def _own_rows(place, module: torch.nn.Module, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows = None if place is None else _kept(place, input)
     if rows is None:
-        params = module.weight._params
-        group = params.convrot_groupsize if params.convrot else 0
-        rows = torch.ops.native_int8.quantize_rows(input, group) if group else quantise(input)
+        group = kind_of(module)[3]
+        rows = quantise(input) if visible and not group else torch.ops.native_int8.quantize_rows(input, group)
     if place is not None:
         place.group.kept = None if place.is_last else (input, rows)
-    return torch.ops.native_int8.linear_of_rows(*rows, weight, bias, input.dtype)
+    return rows
 
 
 def _kept(place, input: torch.Tensor):

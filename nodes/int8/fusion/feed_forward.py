@@ -85,10 +85,12 @@ class FeedForward:
         gate, up = parts if len(parts) == 2 else halves(parts[0])
         if not fits_swiglu(gate, up):
             return None
-        count = len(parts)
-        run.ways[short_way.RESIDENT] += count
-        run.calls[kind[1]] += count
-        run.shared.spared += count
+        # a graph is traced once and runs often
+        if not torch.compiler.is_compiling():
+            count = len(parts)
+            run.ways[short_way.RESIDENT] += count
+            run.calls[kind[1]] += count
+            run.shared.spared += count
         return swiglu_of_rows(x, rows, gate, up, kind[1])
 
     def warm_up(self, kinds: list[tuple], dtype: torch.dtype) -> int:

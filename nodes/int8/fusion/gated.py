@@ -48,13 +48,15 @@ class GatedBlock:
     """
 
     name = ""
+    # torch.compile can trace `forward`
+    traceable = True
     known: ClassVar[dict[tuple[str, str], str]] = {}
     parts: ClassVar[tuple[str, str]]
     readers: ClassVar[tuple[str, ...]]
     swiglu: ClassVar[tuple[str, str, str]]
     norms: ClassVar[tuple[str, ...]]
 
-    __slots__ = ("_attention", "_feed", "_linears", "_module", "_watched")
+    __slots__ = ("_attention", "_feed", "_linears", "_module", "watched")
 
     def __init__(self, module: torch.nn.Module):
         self._module = module
@@ -64,7 +66,7 @@ class GatedBlock:
         self._feed = FeedForward((gate, up), down)
         self._linears = [*(attention._modules[name] for name in self.readers), gate, up, down]
         norms = [module._modules[name] for name in self.norms]
-        self._watched = Watched(
+        self.watched = Watched(
             parents=(module, attention, feed_forward),
             modules=(attention, feed_forward, *norms, *self._linears),
             methods=(
@@ -129,7 +131,7 @@ class GatedBlock:
         Args:
             attend: calls the host's attention with the tensor it is given in place of its input.
         """
-        reason = self._watched.why_foreign() or why_unfit(x)
+        reason = self.watched.why_foreign() or why_unfit(x)
         if reason is not None:
             return reason
         kinds = kinds_of((self._linears[:-3], self._feed.first, (self._feed.last,)), x.device)

@@ -101,16 +101,23 @@ class Watched:
         methods: (class or Python module, name) of host functions that must not be replaced.
     """
 
-    __slots__ = ("_attributes", "_children", "_methods", "_parents")
+    __slots__ = ("_attributes", "_children", "_methods", "_parents", "_remembered")
 
     def __init__(self, parents, modules, methods):
         self._parents = [parent._modules for parent in parents]
         self._children = [child for children in self._parents for child in children.values()]
         self._attributes = [module.__dict__ for module in modules]
         self._methods = [(kind, name, getattr(kind, name)) for kind, name in methods]
+        self._remembered = "it was not looked at"
+
+    def remember(self) -> None:
+        """Look now, for what is traced until the next time: a compiler would look once and never again."""
+        self._remembered = self.why_foreign()
 
     def why_foreign(self) -> str | None:
         """None while nobody changed or hooked any of them; costs a few microseconds."""
+        if torch.compiler.is_compiling():
+            return self._remembered
         if [child for children in self._parents for child in children.values()] != self._children:
             return "a module of the block was replaced"
         for attributes in self._attributes:

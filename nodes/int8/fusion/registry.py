@@ -16,15 +16,17 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 
 import torch
 
 from ....kernels.dispatch import Int8Error
-from .. import short_way
+from .. import short_way, traced
 from ..seats import PerModel, Seat, Seats
 from . import flux, ideogram4, krea2, lumina, qwen_image, rope, wan
 
 SWITCH = "NATIVE_INT8_FUSION"
+COMPILED_SWITCH = "NATIVE_INT8_COMPILED_FUSION"
 FORWARD = "forward"
 HOST = "comfy."
 
@@ -56,6 +58,11 @@ def is_enabled() -> bool:
     return os.environ.get(SWITCH, "1") != "0"
 
 
+def is_traced() -> bool:
+    """Whether torch.compile gets fused blocks to trace, with NATIVE_INT8_COMPILED_FUSION=1; else the host's."""
+    return os.environ.get(COMPILED_SWITCH, "0") != "0"
+
+
 @contextlib.contextmanager
 def inside(diffusion_model: torch.nn.Module):
     """Let the known blocks of `diffusion_model` run fused in this thread; entered inside short_way.inside."""
@@ -65,6 +72,11 @@ def inside(diffusion_model: torch.nn.Module):
         return
     seats = seats_of(diffusion_model)
     seats.enter_run(run)
+    traced.fused = is_traced()
+    if traced.fused and "torch._dynamo" in sys.modules:
+        for block in seats.blocks:
+            if _is_traceable(block):
+                block.watched.remember()
     try:
         with rope.inside() if seats.blocks else contextlib.nullcontext():
             yield
@@ -130,6 +142,17 @@ class _Seats(Seats):
 seats_of = PerModel(_Seats)
 
 
+def _is_traceable(block) -> bool:
+    return getattr(block, "traceable", False)
+
+
+def _traced(block, of_class, module: torch.nn.Module, args: tuple, kwargs: dict):
+    """A block inside a graph of torch.compile: fused, or as its class has it."""
+    found = block.forward(traced.run, *args, **kwargs)
+    traced.run.shared.given = None
+    return of_class(module, *args, **kwargs) if isinstance(found, str) else found
+
+
 def _name_of(module_class: type) -> str | None:
     name = f"{module_class.__module__}.{module_class.__qualname__}"
     return name.removeprefix(HOST) if name.startswith(HOST) else None
@@ -137,9 +160,12 @@ def _name_of(module_class: type) -> str | None:
 
 def _block_seat(module: torch.nn.Module, block):
     of_class = type(module).forward
+    traceable = _is_traceable(block)
 
     @functools.wraps(of_class)
     def forward(*args, **kwargs):
+        if traceable and traced.fused and torch.compiler.is_compiling():
+            return _traced(block, of_class, module, args, kwargs)
         run = short_way.current_run()
         if run is None:
             return of_class(module, *args, **kwargs)
