@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -49,10 +50,12 @@ def describe() -> dict[str, str]:
     import triton
 
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader"]
-    state = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    state = []
+    if shutil.which(query[0]):
+        state = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
     driver, clock, power, temperature = state[0].split(", ") if state else ["unknown"] * 4
     return {
-        "gpu": torch.cuda.get_device_name(0),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
         "driver": driver,
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
