@@ -568,6 +568,7 @@ def test_sampling_gives_the_same_bits(graphed, sample):
     assert record.by_graph() == {"graphed": {REPLAYED: 4}, "ungraphed": {}}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without CUDA")
 def test_without_cuda_the_user_is_told(comfy, sample):
     model, said = tiny.int8_model(comfy), []
     host_backend.set_speed(model, speeds.GRAPHED, said.append)
