@@ -15,6 +15,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import short_way
+from .seats import is_replaced
 
 NAME = "native_int8"
 OPTIONS = "transformer_options"
@@ -255,7 +256,7 @@ class Modules:
             return "a module of the model has hooks"
         if attributes.get("_compiled_call_impl") is not None or "_orig_mod" in attributes["_modules"]:
             return "the MODEL is compiled with torch.compile"
-        if "forward" in attributes and id(attributes["forward"]) not in self._own:
+        if is_replaced(attributes, "forward") and id(attributes["forward"]) not in self._own:
             return "another pack replaced the forward of a module, as a bypass LoRA does"
         return None
 

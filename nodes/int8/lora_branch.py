@@ -26,6 +26,7 @@ import torch
 
 from ...kernels.low_rank import LowRank
 from . import short_way
+from .seats import is_replaced
 
 # ranks are padded to multiples of these, so that a compiled model sees the same shapes when LoRAs come and go
 SMALL_RANK, RANK_STEP = 32, 64
@@ -196,7 +197,7 @@ def _term(weights: tuple, strength: float, offset: tuple | None, module: torch.n
 
 def why_not_beside(base_model: torch.nn.Module, path: str, module: torch.nn.Module) -> str | None:
     """Why the output of the Linear at `path` cannot be added to, or None when it can."""
-    if any(name in module.__dict__ for name in (short_way.UPPER, short_way.LOWER)):
+    if any(is_replaced(module.__dict__, name) for name in (short_way.UPPER, short_way.LOWER)):
         return "another pack replaced the Linear's methods"
     owner = base_model
     for name in path.split(".")[:-1]:

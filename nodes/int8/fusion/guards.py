@@ -19,6 +19,8 @@ import types
 import torch
 from torch.nn.modules import module as torch_module
 
+from ..seats import is_replaced
+
 _LAYOUT = frozenset(
     {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 )
@@ -121,7 +123,7 @@ class Watched:
         if [child for children in self._parents for child in children.values()] != self._children:
             return "a module of the block was replaced"
         for attributes in self._attributes:
-            if "forward" in attributes:
+            if "forward" in attributes and is_replaced(attributes, "forward"):
                 return "a module of the block has another forward, such as that of a bypass LoRA"
             if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
                 return "a module of the block has hooks"
