@@ -51,3 +51,26 @@ def test_the_latent_with_outliers_is_kept_by_rotation(comfy, found):
     )
     assert quality.relative_error(rotated, expected) < 0.5 * quality.relative_error(plain, expected)
     assert quality.cosine(rotated, expected) > 0.995
+
+
+def test_pictures_with_outliers_are_kept_by_rotation(comfy, found):
+    """FLIP sees what a person would see when flipping between two pictures: 0 is equal, and 0.2 disturbs."""
+    from native_int8.nodes.int8 import quality
+
+    pytest.importorskip("flip_evaluator", reason="needs flip-evaluator: pip install -r requirements-dev.txt")
+    pictures = {
+        (kind, way): emoji_quality.emoji_pack().decode(
+            emoji_quality.sample(comfy, found[kind][way], "penguin", SMALL, FEW)
+        )[0]
+        for kind in found
+        for way in ("float", *WAYS)
+    }
+    flips = {
+        (kind, way): emoji_quality.flip(pictures[kind, "float"], pictures[kind, way]) for kind in found for way in WAYS
+    }
+    floats = pictures["with outliers", "float"]
+    assert emoji_quality.flip(floats, floats) == 0
+    assert max(flips["as trained", way] for way in WAYS) < 0.08
+    assert flips["with outliers", "rotated"] < 0.12 < 0.5 * flips["with outliers", "plain"]
+    compared = [quality.compare_pictures(floats[None], pictures["with outliers", way][None]) for way in WAYS]
+    assert compared[0].psnr_db + 3 < compared[1].psnr_db and compared[0].ssim < compared[1].ssim
