@@ -1,6 +1,6 @@
 """torch.compile on the full-size Ideogram 4 class (34 layers, random weights): eager and compiled steps of bf16, host and ours.
 
-    COMFYUI_PATH=... python tests/bench/compiled.py [--json FILE] [--limit SECONDS] [--rounds N] [--tiny]
+    COMFYUI_PATH=... python tests/bench/compiled.py [--json FILE] [--limit SECONDS] [--rounds N] [--tiny] [--only NAME ...]
 
 "bf16" is the float MODEL, "host" its INT8 twin on comfy_kitchen's kernels, "linear" the twin with our Linears only, "fused"
 with our blocks, each as it is ("eager"), with every block compiled as KJNodes does it ("blocks", dynamic shapes), and with
@@ -12,8 +12,9 @@ counts. Contestants are interleaved in one process; medians.
 
 Then one compiled MODEL runs three sizes with two lengths of prompt each: how many graphs that takes. Compile times are of
 the first step; inductor's graph caches are off, but kernels that an earlier contestant compiled are there. Blocks come
-first and whole models last, which take minutes. What the time limit cuts off is named. --tiny: a small model, on a CPU if
-there is no GPU, to see that the program runs.
+first and whole models last, which take minutes. What the time limit cuts off is named. All that was compiled of one class
+is looked through at each call of a block, the latest first; --only leaves out the others. --tiny: a small model, on a CPU
+if there is no GPU, to see that the program runs.
 """
 
 import argparse
@@ -206,7 +207,7 @@ def shapes(comfy, results: Results, name: str, contestant: Contestant, tiny: boo
     )
 
 
-def by_blocks(comfy, results: Results, eager: dict, inputs: dict, expected: dict, rounds: int) -> dict:
+def by_blocks(comfy, results: Results, eager: dict, inputs: dict, expected: dict, rounds: int, only) -> dict:
     """Every MODEL with its blocks compiled: times beside the eager ones. Returns the contestants that compiled."""
     twins = {name: compiled(contestant.model, False) for name, contestant in eager.items()}
     wanted = {
@@ -221,6 +222,8 @@ def by_blocks(comfy, results: Results, eager: dict, inputs: dict, expected: dict
     }
     ready = {}
     for name, contestant in wanted.items():
+        if only and name not in only:
+            continue
         if results.left() < 45:
             results.data["cut_off"].append(name)
         elif first_step(comfy, results, name, contestant, inputs, expected):
@@ -231,7 +234,7 @@ def by_blocks(comfy, results: Results, eager: dict, inputs: dict, expected: dict
     return ready
 
 
-def as_a_whole(comfy, results: Results, eager: dict, inputs: dict, rounds: int) -> None:
+def as_a_whole(comfy, results: Results, eager: dict, inputs: dict, rounds: int, only) -> None:
     """Every MODEL compiled as a whole, one after the other, each timed beside its eager twin and ours; without a mask.
 
     ComfyUI itself passes on no mask that hides nothing; what drops one in "fused" is not part of a graph.
@@ -246,6 +249,8 @@ def as_a_whole(comfy, results: Results, eager: dict, inputs: dict, rounds: int) 
         "fused whole visible": ("fused", VISIBLE),
     }
     for name, (of, settings) in wanted.items():
+        if only and name not in only:
+            continue
         if results.left() < 40:
             results.data["cut_off"].append(name)
             continue
@@ -263,6 +268,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=280)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="compile these alone, as in 'fused blocks traced'")
     arguments = parser.parse_args()
     # before anything reads it: no kernel of an earlier run
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
@@ -282,7 +288,7 @@ def main() -> None:
     results.note(f"{line}; {results.left():.0f} s left")
     inputs = inputs_for(arguments.tiny, SIDES[arguments.tiny][0], WORDS[arguments.tiny][0])
     expected = {name: contestant.run(comfy, inputs).float().flatten() for name, contestant in eager.items()}
-    ready = by_blocks(comfy, results, eager, inputs, expected, arguments.rounds)
+    ready = by_blocks(comfy, results, eager, inputs, expected, arguments.rounds, arguments.only)
     for name in ("fused blocks traced", "fused blocks visible", "fused blocks opaque"):
         if name in ready:
             shapes(comfy, results, name, ready[name], arguments.tiny)
@@ -292,7 +298,7 @@ def main() -> None:
             found = profiled(comfy, ready[name].model, inputs)
             results.data.setdefault("profile", {})[name] = found
             results.note(f"{name}: {found['launches']} launches, ms {found['ms']}")
-    as_a_whole(comfy, results, eager, inputs, arguments.rounds)
+    as_a_whole(comfy, results, eager, inputs, arguments.rounds, arguments.only)
     results.note(f"cut off: {results.data['cut_off'] or 'nothing'}; {results.left():.0f} s left")
     # compiler processes would hold the program up
     sys.stdout.flush()
