@@ -87,6 +87,11 @@ class SizeResult:
             return None
         return max(self.step_ms - (self.int8_ms if self.is_int8 else self.float_ms), 0.0)
 
+    @property
+    def fp8_step_ms(self) -> float | None:
+        """A step whose Linears are fp8, from the rest of the measured one; None without either."""
+        return None if self.rest_ms is None or self.fp8_ms is None else self.rest_ms + self.fp8_ms
+
     def amdahl(self) -> dict[str, float] | None:
         """float_step_ms, int8_step_ms, gain, share (of the Linears in the float step), bound; None without a step."""
         if self.rest_ms is None:
@@ -170,6 +175,7 @@ class BenchmarkResult:
                 "float_ms": result.float_ms,
                 "int8_ms": result.int8_ms,
                 "fp8_ms": result.fp8_ms,
+                "fp8_step_ms": result.fp8_step_ms,
                 "amdahl": _finite(result.amdahl()),
             }
             for result in self.sizes
@@ -204,8 +210,9 @@ def _size_lines(result: SizeResult, kind: str) -> list[str]:
         return [*lines, "no step was measured, so no bound can be given"]
     ran, other = ("INT8", kind) if result.is_int8 else (kind, "INT8")
     computed = found["float_step_ms"] if result.is_int8 else found["int8_step_ms"]
+    fp8 = "" if result.fp8_step_ms is None else f", fp8 {result.fp8_step_ms:.2f}"
     lines.append(
-        f"one forward: {ran} {result.step_ms:.2f} ms measured, {other} {computed:.2f} ms computed from it: INT8 is "
+        f"one forward: {ran} {result.step_ms:.2f} ms measured, {other} {computed:.2f}{fp8} ms computed from it: INT8 is "
         f"{found['gain']:.2f} times as fast"
     )
     if result.rest_ms == 0:
@@ -219,14 +226,14 @@ def _size_lines(result: SizeResult, kind: str) -> list[str]:
 
 def _step_bars(result: SizeResult, kind: str) -> plots.Bars:
     found = result.amdahl()
-    linears = (result.float_ms, result.int8_ms)
+    has_fp8 = result.fp8_ms is not None
+    labels = (kind, "INT8", "fp8") if has_fp8 else (kind, "INT8")
+    linears = (result.float_ms, result.int8_ms, result.fp8_ms)[: len(labels)]
     if found is None:
-        return plots.Bars(
-            f"{result.size}: these Linears of a step", (kind, "INT8"), {"Linears": linears}, "milliseconds"
-        )
+        return plots.Bars(f"{result.size}: these Linears of a step", labels, {"Linears": linears}, "milliseconds")
     title = f"{result.size}: one step, {found['gain']:.2f} times as fast; at most {found['bound']:.2f}"
-    series = {"step": (found["float_step_ms"], found["int8_step_ms"]), "these Linears": linears}
-    return plots.Bars(title, (kind, "INT8"), series, "milliseconds")
+    steps = (found["float_step_ms"], found["int8_step_ms"], result.fp8_step_ms)[: len(labels)]
+    return plots.Bars(title, labels, {"step": steps, "these Linears": linears}, "milliseconds")
 
 
 def _mib(count: object) -> str:

@@ -25,6 +25,7 @@ def test_sums_over_the_calls_of_a_step():
     result = size(None, True)
     assert (result.float_ms, result.int8_ms, result.fp8_ms) == (8.0, 4.0, None)
     assert size(None, True, (1500.0, 3000.0)).fp8_ms == 6.0
+    assert size(None, True, (1500.0, 3000.0)).fp8_step_ms is None
     assert result.rest_ms is None and result.amdahl() is None
 
 
@@ -55,6 +56,16 @@ def test_the_table_and_summary_say_gain_and_bound():
     assert "INT8 6.00 ms measured, bf16 10.00 ms computed from it: INT8 is 1.67 times as fast" in result.table()
     assert "these Linears take 80% of the bf16 step; if they took no time it would be 5.00 times" in result.table()
     assert result.summary() == "1024x1024: a step is 1.67 times as fast in INT8; at most 5.00"
+
+
+def test_a_step_in_fp8_is_computed_where_all_linears_have_it():
+    result = BenchmarkResult(MACHINE, MODEL, (size(6.0, True, (1500.0, 3000.0)), size(6.0, True)))
+    assert (
+        "INT8 6.00 ms measured, bf16 10.00, fp8 8.00 ms computed from it: INT8 is 1.67 times as fast" in result.table()
+    )
+    first, second = json.loads(result.to_json("2026-01-02"))["sizes"]
+    assert first["fp8_step_ms"] == 8.0 and second["fp8_step_ms"] is None
+    assert result.plot().shape[2] == 1000
 
 
 def test_sizes_are_read():
