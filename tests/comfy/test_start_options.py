@@ -49,12 +49,18 @@ def test_cpu(comfy, models, tmp_path):
     assert torch.equal(found[0], found[3]) and not torch.equal(found[0], found[1])
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """What is seen on a GPU that holds everything."""
+    found = seen(tmp_path_factory.mktemp("plain"), "--disable-dynamic-vram", "--highvram")
+    assert not found["dynamic"] and found["record"]["ways"].keys() == {"resident"}
+    return found
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", GPU_OPTIONS, ids=" ".join)
-def test_on_a_gpu(tmp_path, options):
+def test_on_a_gpu(plain, tmp_path, options):
     """Weights that dynamic VRAM or the host's older way holds, here or in host memory: the same bits, and all INT8."""
-    plain = seen(tmp_path, "--disable-dynamic-vram", "--highvram")
-    assert not plain["dynamic"] and plain["record"]["ways"].keys() == {"resident"}
     found = seen(tmp_path, *options)
     assert found["dynamic"] == ("--disable-dynamic-vram" not in options)
     for got, expected in zip(found["latents"], plain["latents"], strict=True):
