@@ -100,11 +100,17 @@ HOPPER = Outlook(
     "bf16 is fast on Hopper, so attention and the small operations take most of a step.",
     (
         Claim(
-            "Ideogram 4 class, one forward at 1024 px: 178.7 ms bf16, 118.1 ms INT8 and fused (1.51x).",
+            "Ideogram 4 class, one forward at 1024 px: 177.4 ms bf16, 117.3 ms INT8 and fused (1.51x).",
             MEASURED,
             "H200",
         ),
-        Claim("The same at 768 px: 95.4 ms bf16, 61.2 ms INT8 and fused (1.56x).", MEASURED, "H200"),
+        Claim("The same at 768 px: 94.7 ms bf16, 61.3 ms INT8 and fused (1.54x).", MEASURED, "H200"),
+        Claim(
+            "One step of Flux.2 Klein 9B 1.56x, Krea 2 1.56x, Z-Image 1.41x, Wan 2.2 14B 1.13x; Qwen-Image 1.00x, or 1.39x "
+            "in a CUDA graph.",
+            MEASURED,
+            "H200, fused, against bf16",
+        ),
         Claim(
             "Linears of large models with 2048 rows or more: INT8 1.53x, worst 1.18; FP8 1.67x (geometric means, 90 shapes).",
             MEASURED,
