@@ -1,7 +1,7 @@
 """An INT8 Linear as torch.compile traces it: quantised rows that inductor can see, then one opaque matmul.
 
-By default a compiled graph holds the host's own INT8 Linear, one opaque call that quantises and multiplies. With
-NATIVE_INT8_COMPILED_QUANTISE=visible it holds
+With NATIVE_INT8_COMPILED_QUANTISE=opaque a compiled graph holds the host's own INT8 Linear, one opaque call that quantises
+and multiplies. By default it holds
 
     codes, scale = quantise(x)              plain operations, which inductor fuses with the norm or SiLU that makes x
     y = matmul(codes, scale, weight, bias)  opaque: our kernel
@@ -41,7 +41,7 @@ def choice() -> str:
     Raises:
         ValueError: the variable holds another word.
     """
-    found = os.environ.get(SWITCH, OPAQUE)
+    found = os.environ.get(SWITCH, VISIBLE)
     if found not in CHOICES:
         raise ValueError(f"{SWITCH} is {found!r}. Needed: one of {CHOICES}. Correct it or remove it.")
     return found

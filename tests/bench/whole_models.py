@@ -138,8 +138,8 @@ def compiled(content: dict) -> str:
     missing = f" Cut off by the time limit: {', '.join(content['cut_off'])}." if content["cut_off"] else ""
     title = (
         "torch.compile on one forward of Ideogram 4 at 1024 px, dynamic shapes; each group is interleaved with its own eager "
-        "steps. visible: rows are quantised in operations that inductor sees, opaque: in one op (the default), traced: fused "
-        f"blocks as one op for each pass. Over three sizes and two lengths of prompt: {shapes}.{missing}"
+        "steps. visible: unrotated rows are quantised in operations that inductor sees, opaque: each Linear is one op, traced: "
+        f"fused blocks, as one op for each pass; traced visible is the default. Over three sizes and two lengths of prompt: {shapes}.{missing}"
     )
     columns = ["compiled", "what runs", "ms", "of its eager step", "first step s", "graphs", "breaks"]
     return f"{title}\n\n" + table(columns, body, left=2)

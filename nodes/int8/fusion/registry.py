@@ -59,8 +59,8 @@ def is_enabled() -> bool:
 
 
 def is_traced() -> bool:
-    """Whether torch.compile gets fused blocks to trace, with NATIVE_INT8_COMPILED_FUSION=1; else the host's."""
-    return os.environ.get(COMPILED_SWITCH, "0") != "0"
+    """Whether torch.compile gets fused blocks to trace; the host's with NATIVE_INT8_COMPILED_FUSION=0."""
+    return os.environ.get(COMPILED_SWITCH, "1") != "0"
 
 
 @contextlib.contextmanager

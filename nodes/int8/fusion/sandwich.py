@@ -25,6 +25,7 @@ class SandwichBlock(GatedBlock):
     readers = ("qkv",)
     swiglu = ("w1", "w3", "w2")
     norms = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")
+    traceable = True
     modulation: ClassVar[str]
 
     __slots__ = ()
