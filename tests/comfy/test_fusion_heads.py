@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from native_int8.nodes.int8 import graph_facts
 from native_int8.nodes.int8.fusion import heads
 from packtest.short_runs import fused_call
 
@@ -126,3 +127,12 @@ def test_the_eps_that_is_not_given(dtype):
     x = torch.randn((5, 64), generator=torch.Generator().manual_seed(0)).to(dtype) * 0.01
     expected = torch.nn.functional.rms_norm(x, (64,))
     assert torch.equal(torch.nn.functional.rms_norm(x, (64,), None, eps), expected)
+
+
+def test_a_watched_forward_does_not_see_the_question_for_it():
+    with graph_facts.WatchedOperators("cpu") as operators:
+        heads._default_eps.__wrapped__(torch.bfloat16, torch.device("cpu"))
+        assert operators.reason is None
+        # the watch itself works
+        torch.equal(torch.ones(1), torch.ones(1))
+    assert operators.reason == "the model waits for values from the GPU (equal)"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ....kernels import choose, detect, rms_rope
 from ....kernels.rms_rope import MAX_HEAD_DIM
@@ -101,9 +102,10 @@ def _eps(norm: torch.nn.Module, like: torch.Tensor) -> float | None:
 @functools.cache
 def _default_eps(dtype: torch.dtype, device: torch.device) -> float | None:
     """What rms_norm adds when no eps is given, which depends on the version of PyTorch; None when it is neither guess."""
-    x = torch.full((1, 8), 2.0**-8, dtype=dtype, device=device)
-    expected = torch.nn.functional.rms_norm(x, (8,))
     guesses = (torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-    return next(
-        (eps for eps in guesses if torch.equal(torch.nn.functional.rms_norm(x, (8,), None, eps), expected)), None
-    )
+    # asked once and no part of the model: what watches a forward, such as for a CUDA graph, need not see it
+    with _disable_current_modes():
+        x = torch.full((1, 8), 2.0**-8, dtype=dtype, device=device)
+        expected = torch.nn.functional.rms_norm(x, (8,))
+        found = [torch.equal(torch.nn.functional.rms_norm(x, (8,), None, eps), expected) for eps in guesses]
+    return next((eps for eps, equal in zip(guesses, found, strict=True) if equal), None)
