@@ -22,13 +22,13 @@ def _rounded(v, like_ptr):
 
 
 @triton.jit
-def _product(a, b, like_ptr):
+def _product(a, b, like_ptr, FUSES: tl.constexpr):
     """a * b, rounded to the type that like_ptr points to, as fp32.
 
-    Added to nothing by an instruction of its own: a compiler that may fuse products into additions would otherwise make
-    this one a part of the addition that follows, and leave the rounding out.
+    Where the compiler FUSES products into additions it would make this one a part of the addition that follows, and leave
+    the rounding out; so there it is added to nothing, by an instruction of its own.
     """
-    return _rounded(tl.fma(a, b, 0.0), like_ptr)
+    return _rounded(tl.fma(a, b, 0.0) if FUSES else a * b, like_ptr)
 
 
 @triton.jit
@@ -133,6 +133,7 @@ def _with_branch(
     inverse,
     NORM: tl.constexpr,
     GATE: tl.constexpr,
+    FUSES: tl.constexpr,
     K: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -141,7 +142,7 @@ def _with_branch(
     if NORM:
         v = _rounded(_load(weight_ptr, offs, K, MASKED) * (inverse * v), y_ptr)
     if GATE == 1:
-        v = _product(_load(gate_ptr, offs, K, MASKED), v, y_ptr)
+        v = _product(_load(gate_ptr, offs, K, MASKED), v, y_ptr, FUSES)
     if GATE == 2:
         v = _load(gate_ptr, offs, K, MASKED) * v
     v = (x + v).to(out_ptr.dtype.element_ty)
@@ -167,6 +168,7 @@ def _modulated(
     MODULATION: tl.constexpr,
     SHIFT: tl.constexpr,
     KEPT: tl.constexpr,
+    FUSES: tl.constexpr,
     K: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -179,7 +181,7 @@ def _modulated(
     v = _rounded(v, x_ptr)
     if MODULATION > 0:
         scale = _rounded(1.0 + _load(mod_ptr, offs, K, MASKED), x_ptr)
-        v = _product(v, scale, x_ptr) if MODULATION == 1 else v * scale
+        v = _product(v, scale, x_ptr, FUSES) if MODULATION == 1 else v * scale
     if SHIFT:
         v = _rounded(v + _load(shift_ptr, offs, K, MASKED), x_ptr)
     if KEPT:
@@ -234,6 +236,7 @@ def _residual_norm_kernel(
     x_ptr += row * K
     offs_a = tl.arange(0, BLOCK_A)
     ONE: tl.constexpr = BLOCK_B == 0
+    FUSES: tl.constexpr = GROUP > 0
     a = _load(x_ptr, offs_a, K, ONE)
     b = a
     if BLOCK_B > 0:
@@ -246,10 +249,12 @@ def _residual_norm_kernel(
         inverse = 1.0
         if BRANCH_NORM:
             inverse = inverse_rms(y_ptr, branch_eps, K)
-        a = _with_branch(a, y_ptr, branch_weight_ptr, gate_ptr, out_ptr, offs_a, inverse, BRANCH_NORM, GATE, K, ONE)
+        a = _with_branch(
+            a, y_ptr, branch_weight_ptr, gate_ptr, out_ptr, offs_a, inverse, BRANCH_NORM, GATE, FUSES, K, ONE
+        )
         if BLOCK_B > 0:
             b = _with_branch(
-                b, y_ptr, branch_weight_ptr, gate_ptr, out_ptr, offs_b, inverse, BRANCH_NORM, GATE, K, True
+                b, y_ptr, branch_weight_ptr, gate_ptr, out_ptr, offs_b, inverse, BRANCH_NORM, GATE, FUSES, K, True
             )
         x_ptr = out_ptr
         # the row that was just stored is read again, by other threads
@@ -265,12 +270,12 @@ def _residual_norm_kernel(
             inverse = inverse_rms(x_ptr, norm_eps, K)
         a = _modulated(
             a, x_ptr, norm_weight_ptr, bias_ptr, mod_ptr, shift_ptr, kept_ptr, offs_a, mean, inverse,
-            CENTRED, WEIGHT, BIAS, MODULATION, SHIFT, KEPT, K, ONE,
+            CENTRED, WEIGHT, BIAS, MODULATION, SHIFT, KEPT, FUSES, K, ONE,
         )  # fmt: skip
         if BLOCK_B > 0:
             b = _modulated(
                 b, x_ptr, norm_weight_ptr, bias_ptr, mod_ptr, shift_ptr, kept_ptr, offs_b, mean, inverse,
-                CENTRED, WEIGHT, BIAS, MODULATION, SHIFT, KEPT, K, True,
+                CENTRED, WEIGHT, BIAS, MODULATION, SHIFT, KEPT, FUSES, K, True,
             )  # fmt: skip
         quantize_blocks(q_ptr + row * K, scale_ptr + row, a, b, K, GROUP, BLOCK_A, BLOCK_B)
 
