@@ -246,7 +246,7 @@ Milliseconds per step (both passes), and how a 3090's divide:
 
 Further assumptions: attention {MASKED_TFLOPS:.0f} TFLOPS with a mask and {FLASH_TFLOPS:.0f} without on a 3090, in proportion to the \
 bf16 rate elsewhere; {EAGER_PASSES:.0f} reads and writes of the hidden state per block by eager modules, {FUSED_PASSES} when fused, \
-which the pack does not do. Text encoder, VAE, host time and moving weights are left out: bf16 weights of both Ideogram 4 models \
+as in the pack's fused blocks. Text encoder, VAE, host time and moving weights are left out: bf16 weights of both Ideogram 4 models \
 are 37 GB and fit none of these cards, so a real bf16 run also waits for its weights."""
 
 

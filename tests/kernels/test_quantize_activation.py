@@ -20,6 +20,10 @@ WIDTHS = [
     (768, 3072, 256),
 ]
 
+TWO_TENSORS = [
+    (1, 0), (33, 0), (256, 0), (320, 64), (768, 256), (4608, 0), (4608, 256), (5120, 1024), (12288, 0), (12288, 256)
+]  # fmt: skip
+
 
 def operands(before, k, gated, dtype, device):
     """What comes before or None, and gate and up as halves of one tensor, as columns of a wider dirty buffer."""
@@ -65,9 +69,10 @@ def test_rounds_where_pytorch_rounds(before, k, group, dtype, gated, impl, devic
     check_rounding(parts, group, impl, device)
 
 
-@pytest.mark.parametrize(("k", "group"), [(320, 0), (12288, 256)])
-def test_two_tensors(k, group, impl, device):
-    gate, up = (activation(ROWS, k, torch.bfloat16, device, seed=seed) * 0.2 for seed in (1, 2))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("k", "group"), TWO_TENSORS)
+def test_two_tensors(k, group, dtype, impl, device):
+    gate, up = activation(ROWS, k, dtype, device) * 0.2, activation(ROWS, k, dtype, device, seed=1)
     check_rounding((None, gate, up), group, impl, device)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -43,7 +43,7 @@ def kinds_of(groups: Iterable[Iterable[torch.nn.Module]], device: torch.device) 
 
 def read(
     run: short_way.Run,
-    linears: Iterable[torch.nn.Module],
+    linears: Sequence[torch.nn.Module],
     x: torch.Tensor,
     rows: torch.Tensor | tuple,
     kind: tuple,
@@ -56,21 +56,18 @@ def read(
         rows: their quantised input, of `kind`.
         make: returns the input itself, for a Linear that cannot take rows.
     """
-    given = run.shared.given = Given(x, rows, kind, make)
-    outputs = [linear(x) for linear in linears]
-    run.shared.given = None
-    return outputs if given.used == len(outputs) else NOT_TAKEN
+    return called(run, lambda x: [linear(x) for linear in linears], len(linears), x, rows, kind, make)
 
 
 def called(
     run: short_way.Run,
-    attend: Callable[[torch.Tensor], torch.Tensor],
+    attend: Callable[[torch.Tensor], torch.Tensor | list[torch.Tensor]],
     readers: int,
     x: torch.Tensor,
     rows: torch.Tensor | tuple,
     kind: tuple,
     make: Callable[[], torch.Tensor],
-) -> torch.Tensor | str:
+) -> torch.Tensor | list[torch.Tensor] | str:
     """What `attend` makes of x as a stand-in, whose rows so many Linears in it read; or a sentence. Otherwise as `read`."""
     given = run.shared.given = Given(x, rows, kind, make)
     y = attend(x)

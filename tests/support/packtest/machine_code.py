@@ -296,7 +296,7 @@ def block_reports(kernels, sm: int):
     # what a block has: branch, its norm, gate; norm, LayerNorm, weight, bias, modulation, shift; a LoRA that reads the input
     for name, k, group, has in (
         ("sandwich", 4608, 0, (1, 1, 1, 1, 0, 1, 0, 1, 0)), ("sandwich", 4608, 256, (1, 1, 1, 1, 0, 1, 0, 1, 0)),
-        ("sandwich, kept", 3840, 256, (1, 1, 1, 1, 0, 1, 0, 1, 0, 1)), ("begin", 4608, 0, (0, 0, 0, 1, 0, 1, 0, 1, 0)),
+        ("sandwich", 3840, 256, (1, 1, 1, 1, 0, 1, 0, 1, 0)), ("sandwich, kept", 3840, 256, (1, 1, 1, 1, 0, 1, 0, 1, 0, 1)), ("begin", 4608, 0, (0, 0, 0, 1, 0, 1, 0, 1, 0)),
         ("end", 4608, 0, (1, 1, 1, 0, 0, 0, 0, 0, 0)), ("shift", 6144, 0, (1, 0, 1, 1, 0, 1, 0, 1, 1)),
         ("shift", 6144, 256, (1, 0, 1, 1, 0, 1, 0, 1, 1)), ("begin centred", 5120, 0, (0, 0, 0, 1, 1, 0, 0, 2, 1)),
         ("gate, affine", 5120, 0, (1, 0, 2, 1, 1, 1, 1, 0, 0)), ("end in one", 5120, 0, (1, 0, 2, 0, 0, 0, 0, 0, 0)),
