@@ -15,8 +15,9 @@ import triton.language as tl
 @triton.jit
 def _half_sum_minus_self(v, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """One factor J / 2 - I over the four values that are STEP apart. v [BLOCK] fp32."""
-    v = tl.reshape(v, (BLOCK // (4 * STEP), 4, STEP))
-    return tl.reshape(tl.sum(v, axis=1, keep_dims=True) * 0.5 - v, (BLOCK,))
+    v = tl.reshape(v, (BLOCK // (4 * STEP), 2, 2, STEP))
+    pairs = tl.sum(v, axis=2, keep_dims=True)
+    return tl.reshape(tl.sum(pairs, axis=1, keep_dims=True) * 0.5 - v, (BLOCK,))
 
 
 @triton.jit

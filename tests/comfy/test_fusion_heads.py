@@ -3,7 +3,7 @@
 import pytest
 import torch
 from native_int8.nodes.int8 import graph_facts
-from native_int8.nodes.int8.fusion import heads
+from native_int8.nodes.int8.fusion import guards, heads
 from packtest.short_runs import fused_call
 
 from .test_fusion_streams import IMAGE, TEXT, Flux, make, other_forward, q_and_v, qwen_inputs
@@ -136,3 +136,16 @@ def test_a_watched_forward_does_not_see_the_question_for_it():
         # the watch itself works
         torch.equal(torch.ones(1), torch.ones(1))
     assert operators.reason == "the model waits for values from the GPU (equal)"
+
+
+@pytest.mark.gpu
+def test_norms_that_the_host_fetches_keep_their_values(comfy):
+    """The host casts what lies in host memory into two buffers by turns; a block needs more norms at once."""
+    like = torch.empty((1,), device="cuda", dtype=torch.bfloat16)
+    norms = [comfy.ops.manual_cast.RMSNorm(64, eps=1e-6, dtype=torch.bfloat16, device="cpu") for _ in range(6)]
+    for number, norm in enumerate(norms):
+        norm.weight = torch.nn.Parameter(torch.full((64,), float(number), dtype=torch.bfloat16), False)
+    found = [guards.affine(norm, like) for norm in norms]
+    assert [weight.float().unique().tolist() for weight, _ in found] == [[float(n)] for n in range(len(norms))]
+    for _, loan in found:
+        guards.release(loan)

@@ -157,7 +157,13 @@ def affine_pair(
     if not norm.comfy_cast_weights and not functions:
         return "a norm computes in another dtype"
     cast, cast_bias, stream = comfy.ops.cast_bias_weight(norm, like, offloadable=True)
-    return cast, cast_bias, (norm, cast, cast_bias, stream)
+    loan = (norm, cast, cast_bias, stream)
+    if stream is None or stream[0] is None:
+        return cast, cast_bias, loan
+    # on a stream of its own the host casts into one of few buffers, and overwrites it while we still read
+    cast, cast_bias = (None if t is None else t.clone() for t in (cast, cast_bias))
+    release(loan)
+    return cast, cast_bias, None
 
 
 def release(borrowed: tuple | None) -> None:

@@ -1,0 +1,45 @@
+"""Kernels that quantise rows give the same codes and scales for the same values, however many warps share a row."""
+
+import pytest
+import torch
+from native_int8.kernels import Branch, Norm, quantize_rows, quantize_swiglu, residual_norm
+from native_int8.kernels.packed_rows import parts_of
+from packtest.checks import assert_same
+from packtest.shapes import activation
+
+ROWS = 7
+WIDTHS = [
+    (256, 0), (256, 16), (256, 256), (320, 64), (768, 0), (768, 256), (1024, 1024), (2304, 256), (3072, 64), (4608, 0),
+    (4608, 256), (5120, 1024), (12288, 0), (12288, 256),
+]  # fmt: skip
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
+def dtype(request):
+    return request.param
+
+
+def assert_rows_of(kept, rows, group, impl):
+    """That `rows` are those of the values `kept`."""
+    expected = quantize_rows(kept, rotation_group=group, implementation=impl)
+    q, scale = parts_of(rows, *kept.shape)
+    assert_same(q, expected[0], "codes")
+    assert_same(scale, expected[1].view(-1), "scales")
+
+
+@pytest.mark.parametrize(("k", "group"), WIDTHS)
+def test_of_an_activation(k, group, dtype, impl, device):
+    gate, up = (activation(ROWS, k, dtype, device, seed=seed) for seed in (1, 2))
+    kept = torch.empty_like(gate)
+    rows = quantize_swiglu(gate, up, kept=kept, rotation_group=group, implementation=impl)
+    assert_rows_of(kept, rows, group, impl)
+
+
+@pytest.mark.parametrize(("k", "group"), WIDTHS)
+def test_of_a_norm(k, group, dtype, impl, device):
+    x, y = (activation(ROWS, k, dtype, device, seed=seed) for seed in (1, 2))
+    vectors = activation(3, k, dtype, device, seed=3) * 0.1
+    branch, norm = Branch(y, None, 0.0, vectors[:1]), Norm(1 + vectors[1], 1e-5, vectors[2:])
+    kept = torch.empty_like(x)
+    _, rows = residual_norm(x, branch, norm, kept=kept, rotation_group=group, implementation=impl)
+    assert_rows_of(kept, rows, group, impl)
