@@ -17,6 +17,7 @@ from .capability import detect
 from .dispatch import LinearFacts, UnsupportedInput, choose_for
 from .int8_matmul import OUT_DTYPES, as_bias, as_scales, check_weight, matmul_2d
 from .launch import is_aligned, on_device
+from .low_rank import LowRank, add_low_rank, fits_epilogue
 from .packed_rows import parts_of
 from .quantize_rows import input_features, quantize_2d
 from .tiles import pick, sm_of
@@ -120,16 +121,22 @@ def int8_linear_swiglu(
 
 
 def swiglu_of_rows(
-    x: torch.Tensor, rows: torch.Tensor | tuple, gate: tuple, up: tuple, implementation: str
+    x: torch.Tensor,
+    rows: torch.Tensor | tuple,
+    gate: tuple,
+    up: tuple,
+    implementation: str,
+    low_rank: tuple[LowRank, LowRank] | None = None,
 ) -> torch.Tensor:
     """silu(gate Linear) * (up Linear) of rows that were quantised before, rounded where separate operations round.
 
     Arguments are trusted: Linears as PreparedLinear takes them, of one shape, with equal kinds of scales and biases.
 
     Args:
-        x: [..., K] of the dtype of the output; not read.
+        x: [..., K] of the dtype of the output; read for low_rank only.
         rows: the quantised input, as PreparedLinear.with_rows takes it.
         gate, up: (weight [N, K] int8, scale of 1 or N values float32, bias [N] or None) each.
+        low_rank: what each Linear gets added; None for nothing. `fits_low_rank` says whether a pair can be.
     Returns:
         [..., N] in the dtype of x, equal to the two Linears followed by SiLU and the product.
     """
@@ -141,6 +148,8 @@ def swiglu_of_rows(
     device = detect(x.device)
     if implementation == "torch":
         g, u = (matmul_2d(q_x, x_scale, *linear, x.dtype, implementation, device) for linear in (gate, up))
+        if low_rank is not None:
+            g, u = (add_low_rank(y, x.reshape(m, k), own) for y, own in zip((g, u), low_rank, strict=True))
         return (torch.nn.functional.silu(g) * u).view(*x.shape[:-1], n)
     from .int8_matmul_fused_triton import int8_matmul_swiglu_triton
 
@@ -149,8 +158,21 @@ def swiglu_of_rows(
     (gate_w, gate_scale, gate_bias), (up_w, up_scale, up_bias) = gate, up
     weights = (gate_w, gate_scale.view(-1), up_w, up_scale.view(-1), gate_bias, up_bias)
     with on_device(x.device):
-        int8_matmul_swiglu_triton(q_x, x_scale, *weights, y.view(m, n), tile, sm_of(device), True)
+        products = None if low_rank is None else _inner_products(x.reshape(m, k), *low_rank)
+        int8_matmul_swiglu_triton(q_x, x_scale, *weights, y.view(m, n), tile, sm_of(device), True, products)
     return y
+
+
+def _inner_products(x: torch.Tensor, gate: LowRank, up: LowRank) -> tuple:
+    """(inner, factor) of both, as int8_matmul_swiglu_triton takes them; one product where both have one `down`."""
+    inner = torch.nn.functional.linear(x, gate.down)
+    other = inner if up.down is gate.down else torch.nn.functional.linear(x, up.down)
+    return inner, gate.up, other, up.up
+
+
+def fits_low_rank(low_rank: tuple[LowRank, LowRank], x: torch.Tensor) -> bool:
+    """Whether `swiglu_of_rows` can add a pair to Linears of x."""
+    return all(fits_epilogue(own, x) for own in low_rank) and low_rank[0].up.shape == low_rank[1].up.shape
 
 
 def fits_swiglu(gate: tuple, up: tuple) -> bool:

@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 
 from .compiled import interpreted
+from .int8_matmul_low_rank_triton import _with_low_rank
 from .int8_matmul_triton import _accumulate, _scaled, _tile_of, check_compiled
 from .launch import Launcher, is_aligned
+from .low_rank import RANK_STEP
 from .quantize_activation_triton import silu_product
 
 
@@ -97,6 +99,10 @@ def _int8_matmul_swiglu_kernel(
     up_scale_ptr,
     gate_bias_ptr,
     up_bias_ptr,
+    gate_inner_ptr,
+    gate_factor_ptr,
+    up_inner_ptr,
+    up_factor_ptr,
     y_ptr,
     m,
     n,
@@ -104,6 +110,7 @@ def _int8_matmul_swiglu_kernel(
     stride_xm,
     stride_wn,
     stride_ym,
+    rank,
     ROW_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -113,10 +120,12 @@ def _int8_matmul_swiglu_kernel(
     EVEN_K: tl.constexpr,
     STEPS: tl.constexpr,
     CUDA_EXP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
     """One program per [BLOCK_M, BLOCK_N // 2] tile of y [m, n]; both weights are [n, k] with the same row stride.
 
     STEPS: round to the type of y after each Linear, after SiLU and after the product, as separate operations do.
+    BLOCK_R > 0: each Linear gets inner [m, rank] @ factor [n, rank]^T added before it is rounded; all are contiguous.
     """
     HALF: tl.constexpr = BLOCK_N // 2
     tile_m, tile_n = _tile_of(tl.program_id(0), m, n, BLOCK_M, HALF, GROUP_M)
@@ -156,6 +165,13 @@ def _int8_matmul_swiglu_kernel(
     up_scales = up_scale_ptr + start_n if ROW_SCALES else up_scale_ptr
     gate = _scaled(gate, x_scale, gate_scales, gate_bias_ptr + start_n, offs_n, mask_n, ROW_SCALES, HAS_BIAS)
     up = _scaled(up, x_scale, up_scales, up_bias_ptr + start_n, offs_n, mask_n, ROW_SCALES, HAS_BIAS)
+    if BLOCK_R > 0:
+        gate = _with_low_rank(
+            gate, gate_inner_ptr + start_m * rank, gate_factor_ptr + start_n * rank, left_m, left_n, rank, BLOCK_R
+        )
+        up = _with_low_rank(
+            up, up_inner_ptr + start_m * rank, up_factor_ptr + start_n * rank, left_m, left_n, rank, BLOCK_R
+        )
     y = silu_product(gate, up, y_ptr, CUDA_EXP) if STEPS else gate / (1.0 + tl.exp(-gate)) * up
     out = y_ptr + start_m * stride_ym + start_n + offs_m[:, None] * stride_ym + offs_n[None, :]
     tl.store(out, y.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
@@ -198,12 +214,25 @@ def int8_matmul_residual_triton(q_x, x_scale, q_w, w_scale, bias, gate, residual
 
 
 def int8_matmul_swiglu_triton(
-    q_x, x_scale, gate_w, gate_scale, up_w, up_scale, gate_bias, up_bias, y, tile, sm: int = 0, steps: bool = False
+    q_x,
+    x_scale,
+    gate_w,
+    gate_scale,
+    up_w,
+    up_scale,
+    gate_bias,
+    up_bias,
+    y,
+    tile,
+    sm: int = 0,
+    steps: bool = False,
+    low_rank: tuple | None = None,
 ) -> None:
     """y [M, N] = silu(gate) * up, each q_x times its own weight [N, K] with its scale (1 or N values) and bias [N].
 
     Both weights have the same row stride, both scales the same number of values, both biases exist or none. steps: round
-    where separate operations in the dtype of y round.
+    where separate operations in the dtype of y round. low_rank: (inner [M, R], factor [N, R]) of the gate and the same two
+    of the other Linear, which get inner factor^T added; contiguous, of one dtype, R a multiple of RANK_STEP.
     """
     m, k = q_x.shape
     n = gate_w.shape[0]
@@ -212,13 +241,18 @@ def int8_matmul_swiglu_triton(
     has_bias = gate_bias is not None
     even_k = k % tile.block_k == 0
     biases = (gate_bias, up_bias) if has_bias else (gate_scale, up_scale)
+    rank = 0 if low_rank is None else low_rank[0].shape[1]
+    low_rank = (y,) * 4 if low_rank is None else low_rank
     key = (y.device.index, tile, n, k, strides, y.dtype, biases[0].dtype, biases[1].dtype, row_scales, has_bias, steps)
+    key += (low_rank[0].dtype, rank > 0)
     _launch_swiglu(
         -(-m // tile.block_m) * -(-n // (tile.block_n // 2)),
         key,
-        is_aligned(*(t.data_ptr() for t in (q_x, gate_w, up_w, x_scale, gate_scale, up_scale, y, *biases))),
-        (q_x, x_scale, gate_w, up_w, gate_scale, up_scale, *biases, y, m, n, k, *strides, row_scales, has_bias,
-         tile.block_m, tile.block_n, tile.block_k, tile.group_m, even_k, steps, not interpreted()),
+        is_aligned(*(t.data_ptr() for t in (q_x, gate_w, up_w, x_scale, gate_scale, up_scale, y, *biases, *low_rank))),
+        (q_x, x_scale, gate_w, up_w, gate_scale, up_scale, *biases, *low_rank, y, m, n, k, *strides, rank, row_scales,
+         has_bias, tile.block_m, tile.block_n, tile.block_k, tile.group_m, even_k, steps, not interpreted(),
+         RANK_STEP if rank else 0),
         _options(tile),
-        lambda compiled: check_compiled(compiled, sm, tile, k),
+        # what spills with a low-rank product does so outside the loop
+        None if rank else lambda compiled: check_compiled(compiled, sm, tile, k),
     )  # fmt: skip

@@ -17,6 +17,22 @@ from .low_rank import RANK_STEP
 
 
 @triton.jit
+def _with_low_rank(y, inner_ptr, factor_ptr, left_m, left_n, rank, BLOCK_R: tl.constexpr):
+    """y fp32 + inner [left_m, rank] @ factor [left_n, rank]^T, both contiguous. Pointers are at the tile."""
+    offs_m = tl.arange(0, y.shape[0])
+    offs_n = tl.arange(0, y.shape[1])
+    offs_r = tl.arange(0, BLOCK_R)
+    # rows past the edge read the last one again
+    offs_inner = tl.minimum(offs_m, left_m - 1)[:, None] * rank + offs_r[None, :]
+    offs_factor = tl.minimum(offs_n, left_n - 1)[:, None] * rank + offs_r[None, :]
+    for _ in range(0, rank, BLOCK_R):
+        y = tl.dot(tl.load(inner_ptr + offs_inner), tl.trans(tl.load(factor_ptr + offs_factor)), y)
+        inner_ptr += BLOCK_R
+        factor_ptr += BLOCK_R
+    return y
+
+
+@triton.jit
 def _finish(
     acc,
     x_scale_ptr,
@@ -38,18 +54,11 @@ def _finish(
     """Scale, add the bias and inner [left_m, rank] @ up [left_n, rank]^T, round once, store. Pointers are at the tile."""
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    offs_r = tl.arange(0, BLOCK_R)
     mask_m = offs_m < left_m
     mask_n = offs_n < left_n
     x_scale = tl.load(x_scale_ptr + offs_m, mask=mask_m, other=0.0)
     y = _scaled(acc, x_scale, w_scale_ptr, bias_ptr, offs_n, mask_n, ROW_SCALES, HAS_BIAS)
-    # rows past the edge read the last one again
-    offs_inner = tl.minimum(offs_m, left_m - 1)[:, None] * rank + offs_r[None, :]
-    offs_up = tl.minimum(offs_n, left_n - 1)[:, None] * rank + offs_r[None, :]
-    for _ in range(0, rank, BLOCK_R):
-        y = tl.dot(tl.load(inner_ptr + offs_inner), tl.trans(tl.load(up_ptr + offs_up)), y)
-        inner_ptr += BLOCK_R
-        up_ptr += BLOCK_R
+    y = _with_low_rank(y, inner_ptr, up_ptr, left_m, left_n, rank, BLOCK_R)
     offs_y = offs_m[:, None] * stride_ym + offs_n[None, :]
     tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 

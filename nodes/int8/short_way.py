@@ -38,7 +38,7 @@ import torch
 
 from ...kernels.capability import detect
 from ...kernels.dispatch import Int8Error, LinearFacts, choose_for
-from ...kernels.low_rank import add_low_rank
+from ...kernels.low_rank import LowRank, add_low_rank
 from ...kernels.prepared_linear import PreparedLinear
 from . import shared_rows, traced
 from .model_run import Run
@@ -136,20 +136,19 @@ def static_kind(module: torch.nn.Module, device: torch.device) -> tuple | None:
     return device, implementation, columns, group, None
 
 
-def has_low_rank(module: torch.nn.Module) -> bool:
-    """Whether a Linear adds a stack of LoRAs now, for which it reads its input in float."""
-    return BRANCH in module.__dict__
+def low_rank_of(module: torch.nn.Module) -> LowRank | None:
+    """The stack of LoRAs that a Linear adds now, for which it reads its input in float."""
+    return module.__dict__.get(BRANCH)
 
 
 def resident_parts(module: torch.nn.Module, input: torch.Tensor) -> tuple | None:
     """(codes, scale, bias) of an INT8 Linear that lies on the input's device as it is; None when the host has to do anything.
 
-    For a caller that multiplies without calling the Linear.
+    For a caller that multiplies without calling the Linear, and adds what `low_rank_of` gives.
     """
     weight, bias, attributes = module._parameters.get("weight"), module._parameters.get("bias"), module.__dict__
     if (
         "_v" in attributes
-        or BRANCH in attributes
         or module.weight_function
         or module.bias_function
         or getattr(module, "comfy_force_cast_weights", False)

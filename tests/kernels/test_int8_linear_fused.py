@@ -11,7 +11,8 @@ from native_int8.kernels import (
     quantize_rows,
     reference,
 )
-from native_int8.kernels.int8_linear_fused import fits_swiglu, swiglu_of_rows
+from native_int8.kernels.int8_linear_fused import fits_low_rank, fits_swiglu, swiglu_of_rows
+from native_int8.kernels.low_rank import LowRank
 from packtest.checks import assert_close, assert_same
 from packtest.shapes import activation, generator
 
@@ -140,6 +141,41 @@ def test_swiglu_of_rows_rounds_as_two_linears_do(m, k, n, bias, dtype, impl, dev
         assert_close(got, expected, 1e-3, "y")
     else:
         assert_same(got, expected, "y")
+
+
+@pytest.mark.parametrize("one_down", [False, True], ids=["two_inputs", "one_input"])
+@pytest.mark.parametrize(("m", "k", "n", "rank"), [(1, 64, 48, 32), (33, 128, 40, 64), (17, 256, 130, 192)])
+def test_swiglu_of_rows_adds_what_two_linears_add(m, k, n, rank, one_down, impl, device):
+    """Equal to two Linears with a low-rank product each, SiLU and a product."""
+    g = generator(5, str(device))
+    x = torch.randn((m, k), generator=g, device=device).half()
+    linears, low_rank = [], []
+    for _ in range(2):
+        linears.append((*quantize_rows(torch.randn((n, k), generator=g, device=device)), None))
+        down, up = (torch.randn(shape, generator=g, device=device).half() * 0.1 for shape in ((rank, k), (n, rank)))
+        low_rank.append(LowRank(low_rank[0].down if low_rank and one_down else down, up))
+    assert fits_low_rank(low_rank, x) and not fits_low_rank(low_rank, x.double())
+    prepared = PreparedLinear(linears[0][0], linears[0][1], implementation=impl)
+    _, rows = prepared.with_rows(x, *linears[0])
+    gate, up = (prepared.with_rows(x, *linear, rows, own)[0] for linear, own in zip(linears, low_rank, strict=True))
+    expected = torch.nn.functional.silu(gate) * up
+    got = swiglu_of_rows(x.view(1, m, k), rows, *linears, impl, low_rank)[0]
+    plain = swiglu_of_rows(x, rows, *linears, impl)
+    assert not torch.equal(got, plain)
+    if impl == "triton" and device.type == "cpu":
+        assert_close(got, expected, 2e-3, "y")
+    else:
+        assert_same(got, expected, "y")
+
+
+def test_low_rank_products_that_differ_do_not_fit(device):
+    def low_rank(rank, dtype=torch.float16):
+        return LowRank(*(torch.zeros(shape, dtype=dtype, device=device) for shape in ((rank, 64), (48, rank))))
+
+    x = torch.zeros((1, 64), dtype=torch.float16, device=device)
+    assert fits_low_rank((low_rank(32), low_rank(32)), x)
+    for pair in ((32, 64), (32, 32, torch.bfloat16)):
+        assert not fits_low_rank((low_rank(32), low_rank(*pair[1:])), x)
 
 
 def test_weights_that_lie_differently_do_not_fit(device):

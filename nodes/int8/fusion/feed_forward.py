@@ -10,7 +10,8 @@ from functools import partial
 
 import torch
 
-from ....kernels.int8_linear_fused import fits_swiglu, swiglu_of_rows
+from ....kernels.int8_linear_fused import fits_low_rank, fits_swiglu, swiglu_of_rows
+from ....kernels.low_rank import LowRank
 from ....kernels.packed_rows import empty_rows
 from ....kernels.quantize_activation import activated_torch, quantize_gelu, quantize_swiglu
 from .. import short_way
@@ -52,7 +53,7 @@ class FeedForward:
             kinds: of the rows that the first Linears and the last one read.
             make: returns the input itself.
         """
-        product = self._product(run, x, rows, kinds[0])
+        product = self._product(run, x, rows, kinds[0], make)
         if product is not None:
             return self.last(product)
         hidden = read(run, self.first, x, rows, kinds[0], make)
@@ -75,23 +76,33 @@ class FeedForward:
             return hidden[0], None
         return tuple(hidden[0].chunk(2, -1) if len(hidden) == 1 else hidden)
 
-    def _product(self, run: short_way.Run, x, rows, kind: tuple) -> torch.Tensor | None:
+    def _product(self, run: short_way.Run, x, rows, kind: tuple, make) -> torch.Tensor | None:
         """silu(gate) * up in the epilogue of one matmul, when the Linears lie there as they are; else None."""
         if self._gelu:
             return None
         parts = [short_way.resident_parts(linear, x) for linear in self.first]
+        low_rank = [short_way.low_rank_of(linear) for linear in self.first]
         if None in parts:
             return None
         gate, up = parts if len(parts) == 2 else halves(parts[0])
         if not fits_swiglu(gate, up):
             return None
+        beside = None
+        if low_rank != [None] * len(parts):
+            # the op of a graph adds none
+            if None in low_rank or torch.compiler.is_compiling():
+                return None
+            beside = tuple(low_rank) if len(low_rank) == 2 else halves_of_low_rank(low_rank[0])
+            if not fits_low_rank(beside, x):
+                return None
+            x = make()
         # a graph is traced once and runs often
         if not torch.compiler.is_compiling():
             count = len(parts)
             run.ways[short_way.RESIDENT] += count
             run.calls[kind[1]] += count
             run.shared.spared += count
-        return swiglu_of_rows(x, rows, gate, up, kind[1])
+        return swiglu_of_rows(x, rows, gate, up, kind[1], beside)
 
     def warm_up(self, kinds: list[tuple], dtype: torch.dtype) -> int:
         """Compile, and launch once, the kernels for these kinds of rows; returns how many."""
@@ -125,3 +136,8 @@ def halves(linear: tuple) -> tuple[tuple, tuple]:
         (codes[part], scale if scale.numel() == 1 else scale.view(-1)[part], None if bias is None else bias[part])
         for part in parts
     )
+
+
+def halves_of_low_rank(low_rank: LowRank) -> tuple[LowRank, LowRank]:
+    """What is added to one Linear of 2 N rows, as what is added to each N of them."""
+    return tuple(LowRank(low_rank.down, half) for half in low_rank.up.chunk(2))

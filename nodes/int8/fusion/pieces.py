@@ -112,7 +112,7 @@ def room_for_input(readers: Iterable[torch.nn.Module], like: torch.Tensor, colum
     None otherwise: a pass then writes nothing that nobody reads.
     """
     # a graph makes the input by itself
-    if torch.compiler.is_compiling() or not any(short_way.has_low_rank(linear) for linear in readers):
+    if torch.compiler.is_compiling() or all(short_way.low_rank_of(linear) is None for linear in readers):
         return None
     return like.new_empty((*like.shape[:-1], columns))
 

@@ -212,7 +212,8 @@ def fused_reports(kernels, sm: int):
     common = {"x_ptr": INT8, "x_scale_ptr": FP32, "y_ptr": "*bf16", "m": "i32", "n": "i32", "k": "i32"}
     common |= {"stride_xm": "i32", "stride_wn": "i32", "stride_ym": "i32"}
     swiglu = common | {"gate_w_ptr": INT8, "up_w_ptr": INT8, "gate_scale_ptr": FP32, "up_scale_ptr": FP32}
-    swiglu |= {"gate_bias_ptr": FP32, "up_bias_ptr": FP32}
+    swiglu |= {"gate_bias_ptr": FP32, "up_bias_ptr": FP32, "rank": "i32"}
+    swiglu |= {f"{linear}_{part}_ptr": "*bf16" for linear in ("gate", "up") for part in ("inner", "factor")}
     residual = common | {"w_ptr": INT8, "w_scale_ptr": FP32, "bias_ptr": "*bf16", "gate_ptr": "*bf16"}
     residual |= {"residual_ptr": "*bf16", "stride_rm": "i32", "stride_gate": "i32", "rows_per_gate": "i32"}
     for tile in sorted(kernels["tiles"].default_large_tiles(sm), key=str):
@@ -222,9 +223,10 @@ def fused_reports(kernels, sm: int):
         }  # fmt: skip
         options = {"enable_fp_fusion": False}
         fn = module._int8_matmul_swiglu_kernel
-        steps = {"STEPS": True, "CUDA_EXP": True}
-        compiled = _compile(fn, swiglu, constants | steps, sm, tile.warps, tile.stages, options)
-        yield report("int8_matmul_swiglu", tile.name, sm, compiled)
+        for name, block_r in (("int8_matmul_swiglu", 0), ("int8_matmul_swiglu_low_rank", module.RANK_STEP)):
+            steps = {"STEPS": True, "CUDA_EXP": True, "BLOCK_R": block_r}
+            compiled = _compile(fn, swiglu, constants | steps, sm, tile.warps, tile.stages, options)
+            yield report(name, tile.name, sm, compiled)
         fn = module._int8_matmul_residual_kernel
         compiled = _compile(fn, residual, {**constants, "GATES": 1}, sm, tile.warps, tile.stages, options)
         yield report("int8_matmul_residual", tile.name, sm, compiled)
