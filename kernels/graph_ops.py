@@ -1,6 +1,7 @@
 """The passes around Linears as torch.library ops, for torch.compile: one opaque call each, with known outputs.
 
-A graph passes quantised rows on as (codes [M, K] int8, scale [M] float32). Which implementation runs is decided when the
+A graph passes quantised rows on as (codes [M, K] int8, scale [M] float32); no two outputs of an op, and no output and
+input, share memory, which PyTorch refuses from 2.12 on. Which implementation runs is decided when the
 graph runs. The functions here are for traced code only; they take what the ops of the same names take.
 """
 
@@ -10,7 +11,6 @@ import torch
 
 from .capability import detect
 from .int8_matmul import matmul_2d
-from .packed_rows import parts_of
 
 
 def _contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -21,15 +21,16 @@ def _residual_norm(x, y, y_weight, y_gate, weight, bias, scale, shift, eps, flag
     from .residual_norm import Branch, Norm, residual_norm
 
     y_once, has_norm, centred, once = flags
-    k, branch, norm = x.shape[-1], None, None
+    branch = norm = None
     if y is not None:
         branch = Branch(y.contiguous(), _contiguous(y_weight), eps[0], _contiguous(y_gate), y_once)
     if has_norm:
         parts = _contiguous(scale), _contiguous(shift), _contiguous(bias)
         norm = Norm(_contiguous(weight), eps[1], *parts, centred, once)
-    out, rows = residual_norm(x.contiguous(), branch, norm, rotation_group=group)
-    found = [] if branch is None else [out]
-    return found if norm is None else [*found, *parts_of(rows, x.numel() // k, k)]
+    out, rows = residual_norm(x.contiguous(), branch, norm, rotation_group=group, packed=False)
+    # without rows there is nothing to add to
+    found = [] if branch is None else [out if x.numel() else out.clone()]
+    return found if norm is None else [*found, *rows]
 
 
 def _rows_fake(x: torch.Tensor, m, k) -> list[torch.Tensor]:
@@ -67,12 +68,8 @@ def residual_norm(x: torch.Tensor, branch, norm, group: int) -> tuple[torch.Tens
 def _quantize_activation(gate, up, before, group):
     from .quantize_activation import quantize_gelu, quantize_swiglu
 
-    before, k = _contiguous(before), gate.shape[-1] + (0 if before is None else before.shape[-1])
-    if up is None:
-        rows = quantize_gelu(gate, before=before, rotation_group=group)
-    else:
-        rows = quantize_swiglu(gate, up, before=before, rotation_group=group)
-    return parts_of(rows, gate.numel() // gate.shape[-1], k)
+    options = {"before": _contiguous(before), "rotation_group": group, "packed": False}
+    return quantize_gelu(gate, **options) if up is None else quantize_swiglu(gate, up, **options)
 
 
 def _quantize_activation_fake(gate, up, before, group):

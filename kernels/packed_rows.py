@@ -10,14 +10,16 @@ import torch
 
 
 def empty_rows(
-    m: int, k: int, device: torch.device, implementation: str
+    m: int, k: int, device: torch.device, implementation: str, packed: bool = True
 ) -> tuple[torch.Tensor | tuple, torch.Tensor, torch.Tensor]:
     """Memory for M quantised rows of K columns.
+
+    packed: False for two tensors with any implementation; what a graph's op returns may share no memory.
 
     Returns:
         rows for `PreparedLinear.with_rows`, and views of their parts: q [M, K] int8, scale [M] float32.
     """
-    if implementation != "triton":
+    if implementation != "triton" or not packed:
         q = torch.empty((m, k), dtype=torch.int8, device=device)
         scale = torch.empty((m,), dtype=torch.float32, device=device)
         return (q, scale), q, scale

@@ -28,6 +28,7 @@ def quantize_swiglu(
     before: torch.Tensor | None = None,
     rotation_group: int = 0,
     kept: torch.Tensor | None = None,
+    packed: bool = True,
     implementation: str | None = None,
 ) -> torch.Tensor | tuple:
     """Quantise each row of silu(gate) * up, or of [before | silu(gate) * up].
@@ -38,13 +39,14 @@ def quantize_swiglu(
         before: [..., K0] of that dtype, contiguous, or None.
         rotation_group: 0, or 4, 16, 64, 256, 1024 dividing K0 + K.
         kept: a contiguous tensor [..., K0 + K] of that dtype that gets what is quantised, before rotation; None for none.
+        packed: False for rows as codes and scales that share no memory.
         implementation: "triton" or "torch", to ask for exactly that one.
     Returns:
         the quantised rows as `PreparedLinear.with_rows` takes them.
     Raises:
         UnsupportedInput: a shape, dtype, stride or group that is not listed here.
     """
-    return _quantize(gate, up, before, rotation_group, kept, implementation, "quantize_swiglu")
+    return _quantize(gate, up, before, rotation_group, kept, packed, implementation, "quantize_swiglu")
 
 
 def quantize_gelu(
@@ -53,22 +55,23 @@ def quantize_gelu(
     before: torch.Tensor | None = None,
     rotation_group: int = 0,
     kept: torch.Tensor | None = None,
+    packed: bool = True,
     implementation: str | None = None,
 ) -> torch.Tensor | tuple:
     """Quantise each row of gelu(x), approximated by tanh, or of [before | gelu(x)].
 
     Args:
         x: [..., K] as `gate` of `quantize_swiglu`.
-        before, rotation_group, kept, implementation: as in `quantize_swiglu`.
+        before, rotation_group, kept, packed, implementation: as in `quantize_swiglu`.
     Returns:
         the quantised rows as `PreparedLinear.with_rows` takes them.
     Raises:
         UnsupportedInput: a shape, dtype, stride or group that is not listed here.
     """
-    return _quantize(x, None, before, rotation_group, kept, implementation, "quantize_gelu")
+    return _quantize(x, None, before, rotation_group, kept, packed, implementation, "quantize_gelu")
 
 
-def _quantize(gate, up, before, rotation_group: int, kept, implementation: str | None, op: str) -> torch.Tensor | tuple:
+def _quantize(gate, up, before, rotation_group: int, kept, packed, implementation, op: str) -> torch.Tensor | tuple:
     if torch.compiler.is_compiling():
         return torch.ops.native_int8.quantize_activation(gate, up, before, rotation_group)
     before_2d, gate_2d, up_2d = _checked(gate, up, before, op)
@@ -87,7 +90,7 @@ def _quantize(gate, up, before, rotation_group: int, kept, implementation: str |
     chosen = choose(
         device, in_features=k, out_features=k, rotation_group=rotation_group, implementation=implementation
     ).implementation
-    rows, q, scale = empty_rows(m, k, gate.device, chosen)
+    rows, q, scale = empty_rows(m, k, gate.device, chosen, packed)
     if m == 0:
         return rows
     if chosen == "torch":

@@ -100,6 +100,7 @@ def residual_norm(
     *,
     rotation_group: int = 0,
     kept: torch.Tensor | None = None,
+    packed: bool = True,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | tuple | None]:
     """End one residual branch, begin the next, or both.
@@ -110,6 +111,7 @@ def residual_norm(
         norm: what is quantised; None to quantise nothing.
         rotation_group: 0, or 4, 16, 64, 256, 1024 dividing K: rotate each run of that many columns before quantising.
         kept: a contiguous tensor of the shape and dtype of x that gets what is quantised, before rotation; None for none.
+        packed: False for rows as codes and scales that share no memory.
         implementation: "triton" or "torch", to ask for exactly that one.
     Returns:
         x', of the shape and dtype of x (x itself without a branch), and the quantised rows as
@@ -130,7 +132,7 @@ def residual_norm(
     ).implementation
     rows = q = scale = None
     if norm is not None:
-        rows, q, scale = empty_rows(m, k, x.device, chosen)
+        rows, q, scale = empty_rows(m, k, x.device, chosen, packed)
     flat = x.view(m, k)
     if m == 0:
         return x, rows

@@ -127,10 +127,14 @@ def test_a_lora_is_added(model):
 def test_b135_the_ops_say_what_they_return(comfy):
     from native_int8.kernels import graph_ops
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def normal(*shape):
+        return torch.randn(shape, generator=g).bfloat16().to(device)
+
     g = torch.Generator().manual_seed(5)
-    x, y = (torch.randn((1, 6, 64), generator=g).bfloat16() for _ in range(2))
-    vector, weight = torch.randn((1, 64), generator=g).bfloat16(), torch.randn(64, generator=g).bfloat16()
-    codes, scale = quantize_rows(torch.randn((32, 64), generator=g))
+    x, y, vector, weight = normal(1, 6, 64), normal(1, 6, 64), normal(1, 64), normal(64)
+    codes, scale = quantize_rows(normal(32, 64))
     rows = quantize_rows(x.view(6, 64))
     ops, none = torch.ops.native_int8, [None] * 4
     assert graph_ops
@@ -152,3 +156,8 @@ def test_b135_the_ops_say_what_they_return(comfy):
     ]
     for op, arguments in calls:
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+        made = op(*arguments)
+        tensors = [*([made] if isinstance(made, torch.Tensor) else made), *arguments]
+        memory = [t.untyped_storage().data_ptr() for t in tensors if isinstance(t, torch.Tensor)]
+        count = len(tensors) - len(arguments)
+        assert len(set(memory[:count])) == count and not set(memory[:count]) & set(memory[count:]), op

@@ -19,10 +19,13 @@ def dtype(request):
     return request.param
 
 
-def assert_rows_of(kept, rows, group, impl):
-    """That `rows` are those of the values `kept`."""
-    expected = quantize_rows(kept, rotation_group=group, implementation=impl)
+def assert_rows_of(kept, rows, apart, **options):
+    """That `rows` are those of the values `kept`, and that they are `apart` as well."""
+    expected = quantize_rows(kept, **options)
     q, scale = parts_of(rows, *kept.shape)
+    assert_same(q, apart[0], "codes")
+    assert_same(scale, apart[1], "scales")
+    assert len({t.untyped_storage().data_ptr() for t in apart}) == 2
     assert_same(q, expected[0], "codes")
     assert_same(scale, expected[1].view(-1), "scales")
 
@@ -31,8 +34,9 @@ def assert_rows_of(kept, rows, group, impl):
 def test_of_an_activation(k, group, dtype, impl, device):
     gate, up = (activation(ROWS, k, dtype, device, seed=seed) for seed in (1, 2))
     kept = torch.empty_like(gate)
-    rows = quantize_swiglu(gate, up, kept=kept, rotation_group=group, implementation=impl)
-    assert_rows_of(kept, rows, group, impl)
+    options = {"rotation_group": group, "implementation": impl}
+    rows = quantize_swiglu(gate, up, kept=kept, **options)
+    assert_rows_of(kept, rows, quantize_swiglu(gate, up, packed=False, **options), **options)
 
 
 @pytest.mark.parametrize(("k", "group"), WIDTHS)
@@ -41,5 +45,6 @@ def test_of_a_norm(k, group, dtype, impl, device):
     vectors = activation(3, k, dtype, device, seed=3) * 0.1
     branch, norm = Branch(y, None, 0.0, vectors[:1]), Norm(1 + vectors[1], 1e-5, vectors[2:])
     kept = torch.empty_like(x)
-    _, rows = residual_norm(x, branch, norm, kept=kept, rotation_group=group, implementation=impl)
-    assert_rows_of(kept, rows, group, impl)
+    options = {"rotation_group": group, "implementation": impl}
+    _, rows = residual_norm(x, branch, norm, kept=kept, **options)
+    assert_rows_of(kept, rows, residual_norm(x, branch, norm, packed=False, **options)[1], **options)
