@@ -4,6 +4,9 @@ H(4) / 2 has -1 where row + column == 3, so it is (J / 2 - I) times a reversal, 
 that form: H(4^s) = (J / 2 - I) (x) ... (x) (J / 2 - I), times a reversal of the whole group. One factor costs almost
 nothing: replace each of four values by half their sum minus itself. So a rotation is s such steps, each a sum of
 four that are 1, 4, 16, ... apart, and one reversal at the end; all in fp32, no table, no matrix, no shared memory.
+
+A sum of four is written as a sum of two sums of two. Left to itself, the compiler adds four in an order that depends on how
+many warps share the row, and two kernels would make codes of the same values that differ now and then.
 """
 
 from __future__ import annotations

@@ -127,7 +127,11 @@ def test_b02_baked_codes_are_the_hosts(kind, stock_int8_model, model):
 
 
 def codes(model):
-    return {name: (m.weight._qdata.clone(), m.weight._params.scale.clone()) for name, m in int8_linears(model).items()}
+    # wherever they lie
+    return {
+        name: tuple(part.cpu().clone() for part in (m.weight._qdata, m.weight._params.scale))
+        for name, m in int8_linears(model).items()
+    }
 
 
 def test_mixed_kinds_on_one_layer_and_on_different_layers(model, output):
@@ -161,7 +165,9 @@ def test_b04_b13_lora_on_a_float_layer_is_the_hosts(model, output, caplog):
     assert not torch.equal(expected, plain)
     for share in BUDGETS[:-1]:
         load(patched, share)
-        assert torch.allclose(output(patched), expected, rtol=1e-4, atol=1e-4)
+        # the host adds the patch in the type of the run when it casts the layer, and in float32 when it loads it
+        close = 1e-4 if model.model.get_dtype_inference() == torch.float32 else 3e-2
+        assert error(output(patched), expected) <= close
     assert "ERROR" not in caplog.text
 
 
@@ -235,7 +241,8 @@ def test_b40_the_stacks_are_part_of_what_a_run_needs(model, output):
     stacks = patched.memory_required(shape) - model.memory_required(shape)
     load(patched, 1.0)
     assert patched.memory_required(shape) == model.memory_required(shape) + stacks
-    assert stacks == sum(32 * (m.in_features + m.out_features) * 4 for m in int8_linears(model).values())
+    size = model.model.get_dtype_inference().itemsize
+    assert stacks == sum(32 * (m.in_features + m.out_features) * size for m in int8_linears(model).values())
     output(patched)
     assert patched.memory_required(shape) == model.memory_required(shape)
     assert patched.model_size() == model.model_size()
@@ -282,6 +289,7 @@ def test_b15_every_way_to_load_is_covered(comfy):
     assert ways - {"patch_model"} <= vars(lora_patcher._Loading).keys()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_start_options.py runs the real patcher on a GPU")
 def test_dynamic_vram_sees_what_it_bakes_itself_and_no_low_rank_patch(comfy, model, monkeypatch):
     """The dynamic patcher needs a GPU to load; here its methods only record what they are given."""
     from native_int8.nodes.int8 import lora_patcher
