@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from packtest import ROOT
+from packtest import ROOT, tiny
 from packtest.host import import_comfy
 from safetensors import safe_open
 
@@ -19,7 +19,12 @@ LATENT = (1, 128, 8, 8)
 @pytest.fixture(scope="session")
 def comfy():
     """ComfyUI's `comfy` package, imported as its own main program would."""
-    return import_comfy("comfy.sd", "comfy.samplers", "comfy.sample", "comfy.utils", "comfy.lora", "comfy.quant_ops")
+    found = import_comfy("comfy.sd", "comfy.samplers", "comfy.sample", "comfy.utils", "comfy.lora", "comfy.quant_ops")
+    if torch.cuda.is_available():
+        # the first attention of a process gives other bits than all later ones, to a float model as well
+        with torch.inference_mode():
+            tiny.sample(found, tiny.float_model(found))
+    return found
 
 
 @pytest.fixture(autouse=True)

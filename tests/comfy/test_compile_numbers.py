@@ -63,9 +63,14 @@ def differences(block, given):
 def test_an_int8_block_differs_by_what_inductor_does_not_round(model, monkeypatch, choice):
     monkeypatch.setenv(traced.SWITCH, choice)
     given, block = arguments(), model.layers[0]
-    with torch._inductor.config.patch(emulate_precision_casts=True):
-        assert differences(block, given) <= 1e-3
-    of_int8 = differences(block, given)
-    of_float = differences(make_float(block), given)
-    assert 0 < of_float <= 0.02
-    assert of_int8 <= 3 * of_float
+    found = []
+    for kind in (lambda block: block, make_float):
+        block = kind(block)
+        with torch._inductor.config.patch(emulate_precision_casts=True):
+            emulated = differences(block, given)
+        found.append((emulated, differences(block, given)))
+    int8, floating = found
+    assert 0 < floating[1] <= 0.02
+    assert int8[1] <= 3 * floating[1]
+    # how well inductor emulates eager rounding on a CPU depends on its version
+    assert int8[0] <= max(1e-3, 3 * floating[0])
