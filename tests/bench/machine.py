@@ -133,8 +133,10 @@ def geometric_mean(values) -> float:
 def commit() -> str:
     """Short commit of the pack that is measured, "+" when files differ from it.
 
-    A copy without git is told its commit by NATIVE_INT8_COMMIT; else it is "unknown".
+    A copy whose git is missing or older is told its commit by NATIVE_INT8_COMMIT; else it is "unknown".
     """
+    if os.environ.get("NATIVE_INT8_COMMIT"):
+        return os.environ["NATIVE_INT8_COMMIT"]
     git = ["git", "-C", str(SUPPORT)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
@@ -142,5 +144,5 @@ def commit() -> str:
             [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
         ).stdout
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("NATIVE_INT8_COMMIT", "unknown")
+        return "unknown"
     return head.strip() + ("+" if status.strip() else "")
