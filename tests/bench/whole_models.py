@@ -159,7 +159,34 @@ def cuda_graphs(content: dict) -> str:
     return f"{title}\n\n" + table(["step", "fused ms", "graph ms", "times as fast", "MiB more"], body)
 
 
+def dynamic_vram(content: dict) -> str:
+    """Steps of Ideogram 4 without and with ComfyUI's dynamic VRAM."""
+    found = content["dynamic_vram"]
+    body = [
+        [
+            f"{pixels} px, {name}",
+            f"{off[0]:.1f}",
+            f"{on[0]:.1f}",
+            f"{on[0] / off[0]:.3f}",
+            f"{off[1]:.0f}",
+            f"{on[1]:.0f}",
+        ]
+        for pixels, ways in found["off"].items()
+        if pixels.isdigit()
+        for name, off in ways.items()
+        for on in [found["on"][pixels][name]]
+    ]
+    title = (
+        "One step of Ideogram 4 without ComfyUI's dynamic VRAM, as in the other tables, and with it, which is what ComfyUI "
+        "starts with on NVIDIA; all weights on the GPU. CPU: how long the CPU is busy with a step."
+    )
+    return f"{title}\n\n" + table(
+        ["step", "ms without", "ms with", "with / without", "CPU ms without", "CPU ms with"], body
+    )
+
+
 KINDS = {
+    "dynamic_vram": dynamic_vram,
     "models": fused_models,
     "compile": compiled,
     "steps": cuda_graphs,
