@@ -209,7 +209,7 @@ def main() -> None:
         if kind is None:
             raise SystemExit(
                 f"whole_models.py: {path} is no result of block_fusion.py, block_fusion_models.py, compiled.py, cuda_graphs.py, "
-                "lora.py, text_encoder.py or load_memory.py."
+                "lora.py, text_encoder.py, load_memory.py or dynamic_vram.py."
             )
         parts.append(f"{kind(content)}\n\n({machine(content)})")
     text = "\n\n".join(parts)
