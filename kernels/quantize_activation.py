@@ -1,8 +1,8 @@
 """quantize_swiglu, quantize_gelu: the activation between two Linears, optional rotation and row quantisation in one pass.
 
 As quantize_rows with an `input_act`, but rounded to the dtype of the activation where PyTorch's own operations round:
-after the SiLU and after the product, or after the GELU. The halves of one [gate | up] tensor are read where they lie, and
-columns that come before the activation's in the next Linear are read from a tensor of their own: nothing is joined first.
+after the SiLU and after the product, or after the GELU, unless told otherwise. The halves of one [gate | up] tensor are read
+where they lie, and columns that come before the activation's in the next Linear are read from a tensor of their own: nothing is joined first.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def quantize_gelu(
     rotation_group: int = 0,
     kept: torch.Tensor | None = None,
     packed: bool = True,
+    rounded: bool = True,
     implementation: str | None = None,
 ) -> torch.Tensor | tuple:
     """Quantise each row of gelu(x), approximated by tanh, or of [before | gelu(x)].
@@ -63,15 +64,26 @@ def quantize_gelu(
     Args:
         x: [..., K] as `gate` of `quantize_swiglu`.
         before, rotation_group, kept, packed, implementation: as in `quantize_swiglu`.
+        rounded: whether gelu(x) is rounded to the dtype of x first; if not, the rows are those of `int8_linear` with the
+            `input_act` "gelu_tanh". What `kept` gets is rounded in either case. Not without rounding: before, a compiler.
     Returns:
         the quantised rows as `PreparedLinear.with_rows` takes them.
     Raises:
         UnsupportedInput: a shape, dtype, stride or group that is not listed here.
     """
-    return _quantize(x, None, before, rotation_group, kept, packed, implementation, "quantize_gelu")
+    if not rounded and (before is not None or torch.compiler.is_compiling()):
+        raise UnsupportedInput(
+            "quantize_gelu: rounded is False with columns before the activation, or while torch.compile traces. Needed: x "
+            "alone, in a call of its own. Leave rounded as it is."
+        )
+    act = None if rounded else "gelu_tanh"
+    return _quantize(x, None, before, rotation_group, kept, packed, implementation, "quantize_gelu", act)
 
 
-def _quantize(gate, up, before, rotation_group: int, kept, packed, implementation, op: str) -> torch.Tensor | tuple:
+def _quantize(
+    gate, up, before, rotation_group: int, kept, packed: bool, implementation: str | None, op: str, act: str | None = None
+) -> torch.Tensor | tuple:
+    """act: the activation of `gate` when it is part of quantising the rows and not rounded before."""
     if torch.compiler.is_compiling():
         return torch.ops.native_int8.quantize_activation(gate, up, before, rotation_group)
     before_2d, gate_2d, up_2d = _checked(gate, up, before, op)
@@ -92,6 +104,15 @@ def _quantize(gate, up, before, rotation_group: int, kept, packed, implementatio
     ).implementation
     rows, q, scale = empty_rows(m, k, gate.device, chosen, packed)
     if m == 0:
+        return rows
+    if act is not None:
+        quantise = quantize_rows_torch
+        if chosen != "torch":
+            from .quantize_rows_triton import quantize_rows_triton as quantise
+        with on_device(gate.device):
+            quantise(gate_2d, q, scale, rotation_group, act)
+        if kept is not None:
+            kept.view(m, k).copy_(activated_torch(gate_2d, None))
         return rows
     if chosen == "torch":
         v = activated_torch(gate_2d, up_2d)

@@ -95,6 +95,19 @@ def check_rounding(parts, group, impl, device):
     assert_same(scale, expected_scale.view(-1), "scale")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("k", "group"), [(33, 0), (320, 64)])
+def test_an_unrounded_gelu_is_that_of_the_linear(k, group, dtype, impl, device):
+    _, x, _ = operands(0, k, False, dtype, device)
+    kept = torch.full(x.shape, torch.nan, dtype=dtype, device=device)
+    options = {"rotation_group": group, "implementation": impl}
+    rows = parts_of(quantize_gelu(x, rounded=False, kept=kept, **options), ROWS, k)
+    expected = quantize_rows(x, input_act="gelu_tanh", **options)
+    for part, value in zip(rows, expected, strict=True):
+        assert_same(part, value.view(part.shape), "rows")
+    assert_same(kept, torch.nn.functional.gelu(x, approximate="tanh"), "kept")
+
+
 @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "gelu"])
 def test_rows_of_images_are_read_in_place(gated, impl, device):
     first, gate, up = (
@@ -138,3 +151,5 @@ def test_what_does_not_fit_is_refused():
         quantize_gelu(x, kept=x.half())
     with pytest.raises(UnsupportedInput):
         quantize_gelu(x, before=x[:, :16].contiguous(), rotation_group=64)
+    with pytest.raises(UnsupportedInput, match="rounded is False"):
+        quantize_gelu(x, before=x, rounded=False)
