@@ -22,7 +22,7 @@ import torch
 
 from ...kernels import PreparedLinear, capability, quantize_rows, tuning
 from ...kernels.dispatch import Int8Error
-from . import compare, loader, patcher, quality, save, trajectory, tuned_tiles
+from . import compare, direct_linears, loader, patcher, quality, save, trajectory, tuned_tiles
 from .benchmark_result import BenchmarkResult, Shape, ShapeTime, SizeResult
 
 log = logging.getLogger("native_int8.benchmark")
@@ -243,7 +243,8 @@ def timed_forward(model, names: set[str], positive: list, latent: dict, progress
 
     def loop(denoise, x, sigmas):
         modules = compare.linears(model)
-        with compare.hooks(modules[name].register_forward_pre_hook(hook(name)) for name in names):
+        handles = (modules[name].register_forward_pre_hook(hook(name)) for name in names)
+        with compare.hooks(handles), direct_linears.called(compare.inner_of(model)):
             denoise(x, sigmas[0])
         progress(1 / (rounds + 2))
         for i in range(rounds + 1):

@@ -51,7 +51,7 @@ class _Captured:
 
 def linears(model) -> dict[str, torch.nn.Module]:
     """Name -> Linear of a MODEL's diffusion model."""
-    inner = _inner(model)
+    inner = inner_of(model)
     return {name: module for name, module in inner.named_modules() if hasattr(module, "in_features")}
 
 
@@ -166,7 +166,7 @@ def _int8_run(model, targets, captured, track, positive, negative, latent, seed,
             x = trajectory.euler(x, path, sigmas[i], sigmas[i + 1])
         return x
 
-    handle = _inner(model).register_forward_pre_hook(measure_layers)
+    handle = inner_of(model).register_forward_pre_hook(measure_layers)
     with hooks([handle]):
         final = trajectory.run(model, loop, positive, negative, latent, seed=seed, steps=steps, cfg=cfg)
     return layers, rows, final
@@ -208,8 +208,8 @@ def _rows_each(targets: dict[str, torch.nn.Module], cfg: float) -> int:
     return max(_LEAST_ROWS, min(_MOST_ROWS, _CAPTURE_BYTES // (row_bytes * forwards)))
 
 
-def _inner(model) -> torch.nn.Module:
-    # a compiled model has the real one inside
+def inner_of(model) -> torch.nn.Module:
+    """The diffusion model of a MODEL; a compiled one has the real one inside."""
     outer = model.get_model_object("diffusion_model")
     return getattr(outer, "_orig_mod", outer)
 

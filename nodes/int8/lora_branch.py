@@ -25,7 +25,7 @@ from uuid import UUID
 import torch
 
 from ...kernels.low_rank import LowRank
-from . import short_way
+from . import direct_linears, short_way
 from .seats import is_replaced
 
 # ranks are padded to multiples of these, so that a compiled model sees the same shapes when LoRAs come and go
@@ -202,7 +202,7 @@ def why_not_beside(base_model: torch.nn.Module, path: str, module: torch.nn.Modu
     owner = base_model
     for name in path.split(".")[:-1]:
         owner = getattr(owner, name)
-        if _takes_weights(type(owner)):
+        if _takes_weights(type(owner)) and not direct_linears.is_ready(owner):
             return f"{type(owner).__name__} hands weights to the kernel without calling the Linear"
     return None
 
@@ -255,8 +255,10 @@ def inside(base_model: torch.nn.Module) -> Iterator[None]:
         return
     dtype = base_model.get_dtype_inference()
     stacks = branch.stacks(state.device, dtype)
-    with short_way.seated(base_model.diffusion_model):
-        _warn_of_lost([module for module, _ in stacks if not short_way.is_seated(module)], branch)
+    model = base_model.diffusion_model
+    with short_way.seated(model), direct_linears.seated(model) as passed_over:
+        lost = [module for module, _ in stacks if module in passed_over or not short_way.is_seated(module)]
+        _warn_of_lost(lost, branch)
         with _lock:
             for module, low_rank in stacks:
                 module.__dict__[short_way.BRANCH] = low_rank
@@ -275,8 +277,9 @@ def _warn_of_lost(modules: list[torch.nn.Module], branch: BranchSet) -> None:
     if modules and not branch.warned:
         branch.warned = True
         log.warning(
-            "%d Linears run without their LoRA: another pack replaced their method %s after the MODEL was loaded. Put its "
-            "node before the LoRA loader and run again, so that the LoRA is baked in.",
+            "%d Linears run without their LoRA: another pack replaced their method %s, or the forward of the feed-forward "
+            "around them, after the MODEL was loaded. Put its node before the LoRA loader and run again, so that the LoRA is "
+            "baked in.",
             len(modules),
             short_way.LOWER,
         )
