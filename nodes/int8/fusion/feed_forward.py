@@ -1,6 +1,7 @@
 """The feed-forward of a fused block: from the rows that its first Linears read to what its last one gives.
 
-Three forms: SwiGLU of two Linears, SwiGLU of one Linear whose output is [gate | up], GELU by tanh of one Linear.
+Three forms: SwiGLU of two Linears, SwiGLU of one Linear whose output is [gate | up], GELU by tanh of one Linear. Hosts that
+hand the GELU to the last Linear (linear_input_act) do not round it in between.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ class FeedForward:
         first: the Linears that read its input: gate and up, or one.
         last: the Linear that reads their activation.
         gelu: whether the activation is the GELU of the one Linear, else it is SwiGLU.
+        rounded: whether the host rounds the GELU to the type of the activation before it is quantised.
     """
 
-    __slots__ = ("_gelu", "first", "last")
+    __slots__ = ("_gelu", "_rounded", "first", "last")
 
-    def __init__(self, first: tuple[torch.nn.Module, ...], last: torch.nn.Module, gelu: bool = False):
-        self.first, self.last, self._gelu = first, last, gelu
+    def __init__(
+        self, first: tuple[torch.nn.Module, ...], last: torch.nn.Module, gelu: bool = False, rounded: bool = True
+    ):
+        self.first, self.last, self._gelu, self._rounded = first, last, gelu, rounded
 
     @property
     def linears(self) -> tuple[torch.nn.Module, ...]:
@@ -62,7 +66,9 @@ class FeedForward:
         gate, up = self._halves(hidden)
         kept = room_for_input([self.last], gate, gate.shape[-1])
         if up is None:
-            rows = quantize_gelu(gate, kept=kept, **options(kinds[1]))
+            # with a LoRA beside it the last Linear is called, with the rounded activation (direct_linears.py)
+            rounded = self._rounded or short_way.has_low_rank(self.last)
+            rows = quantize_gelu(gate, kept=kept, rounded=rounded, **options(kinds[1]))
         else:
             rows = quantize_swiglu(gate, up, kept=kept, **options(kinds[1]))
         # memory that is there, in the shape of what the last Linear reads
@@ -109,7 +115,7 @@ class FeedForward:
         first, last = kinds
         hidden = torch.zeros((1, 2, last[2]), dtype=dtype, device=last[0])
         if self._gelu:
-            quantize_gelu(hidden, **options(last))
+            quantize_gelu(hidden, rounded=self._rounded, **options(last))
             return 1
         pair = (hidden, hidden)
         if len(self.first) == 1:

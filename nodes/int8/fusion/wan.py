@@ -15,6 +15,7 @@ import torch
 
 from ....kernels.residual_norm import Branch, Norm, residual_norm
 from .. import short_way
+from ..direct_linears import direct_of
 from .feed_forward import FeedForward
 from .guards import Watched, affine_pair, release, why_unknown
 from .pieces import begin, called, kinds_of, options, owner, why_not_int8, why_unfit
@@ -24,8 +25,8 @@ FORWARD = frozenset({"94743eb4e5a84d47"})
 # host functions that are repeated here, or called with a stand-in that their source shows to be read by Linears only
 KNOWN = {
     ("self_attn", "forward"): frozenset({"94ba6bf08e4176c2"}),
-    # to text, to text and an image
-    ("cross_attn", "forward"): frozenset({"26be034470ca9541", "37027c882065bbbe"}),
+    # to text; to text and an image, of which newer hosts keep SageAttention away
+    ("cross_attn", "forward"): frozenset({"26be034470ca9541", "37027c882065bbbe", "e98b8eb4e38660a2"}),
     (HOST, "repeat_e"): frozenset({"6bee1d242719a436"}),
 }
 NORMS = ("norm1", "norm2", "norm3")
@@ -55,7 +56,7 @@ class Block:
         children = module._modules
         self._module, self._self, self._cross = module, children["self_attn"], children["cross_attn"]
         first, activation, last = children["ffn"]
-        self._feed = FeedForward((first,), last, gelu=True)
+        self._feed = FeedForward((first,), last, gelu=True, rounded=direct_of(children["ffn"]) is None)
         self._readers = [self._self._modules[name] for name in READERS]
         parts = (self._self, self._cross, children["ffn"], activation, *(children[name] for name in NORMS))
         self._watched = Watched(
@@ -86,7 +87,8 @@ class Block:
                 return f"{name} of a block is a {type(norm).__name__} of another kind"
         feed = list(children["ffn"].children())
         is_gelu = len(feed) == 3 and type(feed[1]) is torch.nn.GELU and feed[1].approximate == "tanh"
-        if type(children["ffn"]) is not torch.nn.Sequential or not is_gelu:
+        is_known = type(children["ffn"]) is torch.nn.Sequential or direct_of(children["ffn"]) is not None
+        if not is_known or not is_gelu:
             return "the feed-forward of a block is not a GELU by tanh between two Linears"
         linears = [(name, children["self_attn"]._modules.get(name)) for name in READERS]
         linears += [("cross_attn.q", children["cross_attn"]._modules.get("q")), ("ffn.0", feed[0]), ("ffn.2", feed[2])]
