@@ -28,6 +28,11 @@ class Recorder:
     @staticmethod
     def why_not(device: torch.device) -> str | None:
         """Whether calls on `device` can be recorded now, or one sentence."""
+        from comfy.cli_args import args
+
+        # newer hosts record graphs of their own, and have an option against it
+        if getattr(args, "disable_cuda_graphs", False):
+            return "ComfyUI was started with --disable-cuda-graphs"
         if device.type != "cuda":
             return f"the MODEL runs on {device.type}, and only CUDA has graphs"
         if torch.cuda.is_current_stream_capturing():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from native_int8.nodes.int8 import cuda_graphs, graph_facts
+from native_int8.nodes.int8 import cuda_graphs, graph_facts, graph_recorder
 from native_int8.nodes.int8.model_graphs import RECORDED, REPLAYED
 from packtest import whole_classes
 from packtest.pretend_graphs import Called, PretendRecorder, Simple, nothing, simple, twice
@@ -51,6 +51,16 @@ def test_empty_and_own_entries_refuse_nothing(model):
     for _ in range(2):
         model((args, kwargs | {"transformer_options": options}))
     assert model.run.graphed == {RECORDED: 1}
+
+
+def test_the_host_s_option_against_graphs_counts_for_ours(comfy, monkeypatch):
+    from comfy.cli_args import args
+
+    monkeypatch.setattr(args, "disable_cuda_graphs", True, raising=False)
+    reason = graph_recorder.Recorder.why_not(torch.device("cpu"))
+    assert reason == "ComfyUI was started with --disable-cuda-graphs"
+    monkeypatch.undo()
+    assert "runs on cpu" in graph_recorder.Recorder.why_not(torch.device("cpu"))
 
 
 def test_a_controlnet_refuses(model):

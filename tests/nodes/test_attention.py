@@ -6,7 +6,7 @@ import types
 import pytest
 from native_int8.kernels.capability import device_from
 from native_int8.nodes.int8 import advice, attention
-from native_int8.nodes.int8.attention import FLASH, KITCHEN, PYTORCH, SAGE, XFORMERS, Attention
+from native_int8.nodes.int8.attention import FLASH, INT8, KITCHEN, OPTION, PYTORCH, SAGE, XFORMERS, Attention
 from native_int8.nodes.int8.surroundings import PORTABLE, Surroundings
 
 READY = {"torch": "2.9.1+cu130", "cuda": "13.0", "driver": "580.95.05", "triton": "3.5.1"}
@@ -23,8 +23,8 @@ CPU = device_from(name="AMD Ryzen 9 7950X", type="cpu")
 RADEON = card("AMD Radeon RX 7900 XTX", None, hip="6.4", cuda=None)
 
 
-def said(device, chosen, *installed, around=AROUND, offered=()):
-    return attention.lines(device, around, Attention(chosen, installed, offered))
+def said(device, chosen, *installed, around=AROUND, offered=(), option=None):
+    return attention.lines(device, around, Attention(chosen, installed, offered, option))
 
 
 def test_sage_is_named_with_its_command_where_it_was_measured():
@@ -90,6 +90,21 @@ def test_int8_attention_is_named_where_no_option_turns_it_on():
     assert not any("no option" in line for line in said(H200, PYTORCH, KITCHEN))
 
 
+def test_int8_attention_is_named_with_the_host_s_option():
+    facts = {"offered": ("pytorch", "comfy_kitchen_int8"), "option": OPTION}
+    *_, kitchen = said(RTX_3090, PYTORCH, KITCHEN, **facts)
+    assert f"start ComfyUI with {OPTION}: " in kitchen and "[modelled: RTX 3090" in kitchen
+    assert "changes pictures a little" in kitchen
+    assert not any(OPTION in line for line in said(H200, PYTORCH, KITCHEN, **facts))
+    # not without the kernel
+    assert not any(OPTION in line for line in said(RTX_3090, PYTORCH, **facts))
+
+
+def test_int8_attention_that_is_chosen_is_named():
+    chosen, quality = said(RTX_3090, INT8, KITCHEN, offered=("comfy_kitchen_int8",), option=OPTION)
+    assert chosen.startswith("ComfyUI uses comfy-kitchen's INT8 attention") and "changes pictures a little" in quality
+
+
 def test_an_unknown_function_is_shown_by_its_name():
     assert said(RTX_3090, "attention_of_a_later_host") == [
         "ComfyUI uses attention_of_a_later_host; installed besides: nothing."
@@ -115,8 +130,9 @@ def test_a_real_host_is_asked(monkeypatch):
     found = attention.look()
     assert found.chosen == host.optimized_attention.__name__ and found.chosen in attention._NAMES
     assert "pytorch" in found.offered
-    # every name that is known here is a function of the host
-    assert [name for name in attention._NAMES if not hasattr(host, name)] == []
+    # every name that is known here is a function of the host, but for the one that older hosts have not
+    assert {name for name in attention._NAMES if not hasattr(host, name)} <= {INT8}
+    assert (found.option is None) == (not hasattr(host, INT8))
     monkeypatch.setattr(host, "optimized_attention", host.attention_sage)
     # what another pack put there for a package that is missing
     monkeypatch.setitem(sys.modules, "xformers", types.ModuleType("xformers"))
