@@ -58,6 +58,12 @@ def direct_of(owner: torch.nn.Module) -> Direct | None:
         return None
 
 
+def acts_of(root: torch.nn.Module) -> dict[torch.nn.Module, str]:
+    """Last Linear -> the activation that the host hands to its kernel, for the feed-forwards inside `root`."""
+    found = (direct_of(module) for module in root.modules())
+    return {direct.last: direct.act for direct in found if direct is not None}
+
+
 def is_ready(owner: torch.nn.Module) -> bool:
     """Whether the last Linear of `owner` gets called where that is needed: it is known, and nobody replaced its forward."""
     return direct_of(owner) is not None and not is_replaced(owner.__dict__, FORWARD)

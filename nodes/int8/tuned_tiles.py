@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from ...kernels import tiles, tuned
 from ...kernels.capability import detect
 from ...kernels.tuning import TuningResult
 from ...kernels.warmup import LinearKind
+from . import direct_linears
 
 log = logging.getLogger("native_int8.tuned_tiles")
 
@@ -58,7 +60,9 @@ def linears_of(model) -> tuple[LinearKind, ...]:
     # the host runs text encoders in float32
     dtype = torch.float32 if diffusion_model is None else model.model.get_dtype_inference()
     kinds = []
-    for module in (model.model if diffusion_model is None else diffusion_model).modules():
+    root = model.model if diffusion_model is None else diffusion_model
+    acts = direct_linears.acts_of(root)
+    for module in root.modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, QuantizedTensor) or weight._qdata.dtype != torch.int8 or weight._qdata.dim() != 2:
             continue
@@ -75,6 +79,9 @@ def linears_of(model) -> tuple[LinearKind, ...]:
                 row_scales=params.scale.numel() > 1,
             )
         )
+        if module in acts:
+            # it is called, too: with a LoRA, and where another pack looks at it
+            kinds.append(replace(kinds[-1], input_act=acts[module]))
     return tuple(dict.fromkeys(kinds))
 
 

@@ -14,6 +14,7 @@ from native_int8.nodes.int8 import (
     lora_branch,
     short_way,
     speeds,
+    tuned_tiles,
 )
 from packtest.host_parts import fill, host_class
 from packtest.loras import add_lora, int8_linears, lora_file
@@ -233,6 +234,14 @@ def test_the_audit_sees_every_linear_of_a_wan(wan):
     text = torch.randn((1, 8, TEXT), generator=torch.Generator().manual_seed(2))
     found = audit.audit(in_int8, {"samples": torch.zeros((1, 16, 1, 8, 8))}, [[text, {}]])
     assert found.count(audit.INT8) == len(int8_linears(in_int8)) and found.count(audit.IDLE) == 0
+
+
+def test_the_kernel_with_the_activation_is_compiled_ahead(wan):
+    _, in_int8 = wan
+    feed = in_int8.model.diffusion_model.blocks[0].ffn
+    kinds = [kind for kind in tuned_tiles.linears_of(in_int8) if kind.in_features == feed[2].in_features]
+    folded = [direct_linears.GELU] if direct_linears.direct_of(feed) else []
+    assert [kind.input_act for kind in kinds] == [None, *folded]
 
 
 def test_the_benchmark_sees_every_linear_of_a_wan(wan):
