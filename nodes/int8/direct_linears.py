@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -37,12 +38,17 @@ _is_compiling = torch.compiler.is_compiling
 
 
 class Direct(NamedTuple):
-    """One such feed-forward: `first` is called, `last` is not, `act` is GELU or SWIGLU."""
+    """One such feed-forward: `forward` of its class calls `first` and not `last`; `act` is GELU or SWIGLU."""
 
     owner: torch.nn.Module
     first: torch.nn.Module
     last: torch.nn.Module
     act: str
+    forward: Callable
+
+    def is_foreign(self) -> bool:
+        """Whether another pack replaced the forward of the module or of its class since."""
+        return type(self.owner).forward is not self.forward or is_replaced(self.owner.__dict__, FORWARD)
 
 
 def direct_of(owner: torch.nn.Module) -> Direct | None:
@@ -53,7 +59,7 @@ def direct_of(owner: torch.nn.Module) -> Direct | None:
     if found is None or why_unknown(kind, {FORWARD: found[3]}) is not None:
         return None
     try:
-        return Direct(owner, owner.get_submodule(found[0]), owner.get_submodule(found[1]), found[2])
+        return Direct(owner, owner.get_submodule(found[0]), owner.get_submodule(found[1]), found[2], kind.forward)
     except AttributeError:
         return None
 
@@ -66,7 +72,8 @@ def acts_of(root: torch.nn.Module) -> dict[torch.nn.Module, str]:
 
 def is_ready(owner: torch.nn.Module) -> bool:
     """Whether the last Linear of `owner` gets called where that is needed: it is known, and nobody replaced its forward."""
-    return direct_of(owner) is not None and not is_replaced(owner.__dict__, FORWARD)
+    found = direct_of(owner)
+    return found is not None and not found.is_foreign()
 
 
 class _Seats(Seats):
@@ -78,7 +85,7 @@ class _Seats(Seats):
 
     def not_called(self) -> set[torch.nn.Module]:
         """Last Linears that are passed over all the same, since another pack replaced the forward around them."""
-        return {found.last for found in self._found if is_replaced(found.owner.__dict__, FORWARD)}
+        return {found.last for found in self._found if found.is_foreign()}
 
 
 seats_of = PerModel(_Seats)
@@ -109,16 +116,16 @@ def called(diffusion_model: torch.nn.Module):
 def _seat(found: Direct):
     import comfy.model_management as host
 
-    owner, first, last, act = found
-    of_class = type(owner).forward
+    owner, first, last, act, known = found
 
     def forward(x):
+        of_class = type(owner).forward
         # not from the dictionary: a compiler follows attributes
         has_low_rank = getattr(last, short_way.BRANCH, None) is not None
         if not has_low_rank and (_is_compiling() or not getattr(_thread, "called", False)):
             return of_class(owner, x)
-        # there the host calls it itself
-        if host.in_training:
+        # there the host calls it itself; and another pack's forward is not ours to leave out
+        if host.in_training or of_class is not known:
             return of_class(owner, x)
         hidden = first(x)
         gate, up = hidden.chunk(2, -1) if act == SWIGLU else (hidden, None)

@@ -133,15 +133,21 @@ def test_it_can_be_looked_at(model, direct):
     assert len(seen) == 1 and direct_linears.FORWARD not in vars(model.feed)
 
 
-def test_another_pack_s_forward_stays_and_is_told(model, direct):
-    of_class = type(model.feed).forward
-    model.feed.forward = lambda x: of_class(model.feed, x) * 2
-    assert not direct_linears.is_ready(model.feed)
+@pytest.mark.parametrize("on", ["module", "class"])
+def test_another_pack_s_forward_stays_and_is_told(model, direct, on, monkeypatch):
+    expected, kind = call(model, inputs())[0] * 2, type(model.feed)
+    of_class = kind.forward
     with direct_linears.seated(model) as passed_over:
+        assert not passed_over
+    if on == "module":
+        model.feed.forward = lambda x: of_class(model.feed, x) * 2
+    else:
+        monkeypatch.setattr(kind, "forward", lambda self, x: of_class(self, x) * 2)
+    assert not direct_linears.is_ready(model.feed)
+    with direct_linears.called(model), direct_linears.seated(model) as passed_over:
         assert passed_over == {direct.last}
         got, _ = call(model, inputs())
-    del model.feed.forward
-    assert torch.equal(got, call(model, inputs())[0] * 2)
+    assert torch.equal(got, expected)
 
 
 def test_loras_are_baked_where_the_host_s_code_is_another(model, direct, monkeypatch):
