@@ -81,7 +81,15 @@ def quantize_gelu(
 
 
 def _quantize(
-    gate, up, before, rotation_group: int, kept, packed: bool, implementation: str | None, op: str, act: str | None = None
+    gate,
+    up,
+    before,
+    rotation_group: int,
+    kept,
+    packed: bool,
+    implementation: str | None,
+    op: str,
+    act: str | None = None,
 ) -> torch.Tensor | tuple:
     """act: the activation of `gate` when it is part of quantising the rows and not rounded before."""
     if torch.compiler.is_compiling():

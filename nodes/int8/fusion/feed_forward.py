@@ -67,7 +67,7 @@ class FeedForward:
         kept = room_for_input([self.last], gate, gate.shape[-1])
         if up is None:
             # with a LoRA beside it the last Linear is called, with the rounded activation (direct_linears.py)
-            rounded = self._rounded or short_way.has_low_rank(self.last)
+            rounded = self._rounded or short_way.low_rank_of(self.last) is not None
             rows = quantize_gelu(gate, kept=kept, rounded=rounded, **options(kinds[1]))
         else:
             rows = quantize_swiglu(gate, up, kept=kept, **options(kinds[1]))
