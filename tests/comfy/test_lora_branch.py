@@ -10,6 +10,8 @@ pytestmark = pytest.mark.comfy
 
 # of the delta's norm, on the output of one layer
 CLOSE = 0.02
+# in float32, as on a CPU; on a GPU the stacks are bfloat16
+EXACT, SAME_PICTURE = (5e-3, 0.998) if torch.cuda.is_available() else (1e-4, 0.999)
 
 
 @pytest.fixture
@@ -48,7 +50,7 @@ def test_adds_the_sum_of_all_loras(model, layer_delta, strengths, dtype):
     for name, module in list(int8_linears(model).items())[:6]:
         x = inputs(module, 2, 9)
         expected = x.double() @ sum(s * delta(f, name) for f, s in zip(files, strengths, strict=True)).T
-        assert error(layer_delta(model, patched, name, x), expected) < 1e-4
+        assert error(layer_delta(model, patched, name, x), expected) < EXACT
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -119,13 +121,17 @@ def test_without_the_short_way_or_the_backend(switch, model, sample, monkeypatch
     plain, patched = sample(model), add_lora(model, lora_file(model, size=0.5))
     expected = sample(patched)
     monkeypatch.setenv(short_way.SWITCH, switch)
-    assert torch.equal(sample(patched), expected)
+    if switch == "1" or not torch.cuda.is_available():
+        assert torch.equal(sample(patched), expected)
+    else:
+        # the product is then added to the rounded output
+        assert cosine(sample(patched), expected) > SAME_PICTURE
     registry.disable("native_int8")
     try:
         own = sample(patched)
     finally:
         registry.enable("native_int8")
-    assert cosine(own, expected) > 0.999 > cosine(expected, plain)
+    assert cosine(own, expected) > SAME_PICTURE > cosine(expected, plain)
 
 
 def test_sliced_loras_change_their_slice_only(model, layer_delta):
@@ -143,7 +149,7 @@ def test_sliced_loras_change_their_slice_only(model, layer_delta):
         assert patched.add_patches({(f"{name}.weight", (axis, start, length)): adapter}, 0.8)
         expected.narrow(axis, start, length).add_(0.8 * 0.5 * (up.double() @ down.double()))
     x = inputs(module, 11)
-    assert error(layer_delta(model, patched, name, x), x.double() @ expected.T) < 1e-4
+    assert error(layer_delta(model, patched, name, x), x.double() @ expected.T) < EXACT
 
 
 def test_middle_parts_mean_what_they_mean_to_the_host(comfy, model):
@@ -178,14 +184,17 @@ def test_compiled_layers_add_the_lora_without_a_new_graph(model, inside):
     assert len(graphs) == 1
 
 
-def test_a_compiled_model_has_the_lora(model, sample):
+def test_a_compiled_model_has_the_lora(model, sample, cosine):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
     plain, patched = sample(model, steps=1), add_lora(model, lora_file(model))
     expected = sample(patched, steps=1)
     compiled = patched.clone()
     set_torch_compile_wrapper(compiled, backend="eager")
-    assert torch.allclose(sample(compiled, steps=1), expected, atol=1e-4)
+    got = sample(compiled, steps=1)
+    assert (
+        cosine(got, expected) > SAME_PICTURE if torch.cuda.is_available() else torch.allclose(got, expected, atol=1e-4)
+    )
     assert not torch.allclose(plain, expected, atol=1e-2)
 
 
