@@ -3,9 +3,9 @@
     linear_input_act(last, first(x), act)
 
 The host then hands the activation to the kernel that quantises. Whatever hangs on the last Linear is passed over: the LoRA
-beside its product, and whoever looks at what Linears are called with. So these feed-forwards have a seat, which calls the
-last Linear with the activation, as the host did before it had that function, while there is such a LoRA or somebody looks;
-otherwise it does what the class does.
+beside its product, and whoever looks at what Linears are called with. And where a node chose another type to compute in than
+that of the weight, the host makes the weight float there. So these feed-forwards have a seat, which calls the last Linear with
+the activation, as the host did before it had that function, in these three cases; otherwise it does what the class does.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ seats_of = PerModel(_Seats)
 
 @contextlib.contextmanager
 def seated(diffusion_model: torch.nn.Module):
-    """Let last Linears be called that have a LoRA beside them. Yields those that another pack keeps from it."""
+    """Let last Linears be called that must be. Yields those that another pack keeps from it."""
     seats = seats_of(diffusion_model)
     seats.enter(Counter())
     try:
@@ -121,8 +121,8 @@ def _seat(found: Direct):
     def forward(x):
         of_class = type(owner).forward
         # not from the dictionary: a compiler follows attributes
-        has_low_rank = getattr(last, short_way.BRANCH, None) is not None
-        if not has_low_rank and (_is_compiling() or not getattr(_thread, "called", False)):
+        must = getattr(last, short_way.BRANCH, None) is not None or _is_of_another_type(last, x)
+        if not must and (_is_compiling() or not getattr(_thread, "called", False)):
             return of_class(owner, x)
         # there the host calls it itself; and another pack's forward is not ours to leave out
         if host.in_training or of_class is not known:
@@ -132,3 +132,8 @@ def _seat(found: Direct):
         return last(activated_torch(gate, up))
 
     return as_class(forward)
+
+
+def _is_of_another_type(linear: torch.nn.Module, x: torch.Tensor) -> bool:
+    weight = linear.weight
+    return getattr(weight, "_layout_cls", None) == short_way.LAYOUT and weight.dtype != x.dtype

@@ -18,7 +18,7 @@ import torch
 from ...kernels import choose, int8_linear, int8_linear_residual, int8_matmul, quantize_rms_norm
 from ...kernels.capability import detect
 from ...kernels.dispatch import Int8Error
-from . import lora_branch, lora_patcher, own_wrappers, short_way, traced, tuned_tiles
+from . import direct_linears, lora_branch, lora_patcher, own_wrappers, short_way, traced, tuned_tiles
 from .call_record import CallRecord
 from .cuda_graphs import Graphs
 from .fusion import registry as fusion
@@ -75,6 +75,7 @@ class _UseNativeInt8:
             with (
                 registry.use_backend(NAME),
                 short_way.inside(module, self.record.add_run) if short else contextlib.nullcontext(),
+                direct_linears.seated(module) if short else contextlib.nullcontext(),
                 fusion.inside(module) if short and fused and fusion.is_enabled() else contextlib.nullcontext(),
                 self.graphs.inside(module) if short and fused and self.graphs else contextlib.nullcontext(),
             ):

@@ -235,6 +235,19 @@ def test_every_lora_of_a_wan_runs_beside_and_counts(comfy, wan, cosine, speed):
     assert cosine(change, expected) > 0.995
 
 
+@pytest.mark.parametrize("speed", [speeds.FUSED, speeds.LINEAR_ONLY])
+def test_another_type_to_compute_in_leaves_every_linear_of_a_wan_in_int8(comfy, wan, cosine, speed):
+    in_int8 = wan[1].clone()
+    host_backend.set_speed(in_int8, speed)
+    expected = denoised(comfy, in_int8)
+    in_int8.set_model_compute_dtype(torch.bfloat16)
+    record = host_backend.record_of(in_int8)
+    record.reset()
+    got = denoised(comfy, in_int8)
+    assert sum(record.snapshot()["calls"].values()) == len(int8_linears(in_int8)) and not record.snapshot()["declined"]
+    assert cosine(got, expected) > 0.999
+
+
 def test_the_audit_sees_every_linear_of_a_wan(wan):
     _, in_int8 = wan
     text = torch.randn((1, 8, TEXT), generator=torch.Generator().manual_seed(2))
