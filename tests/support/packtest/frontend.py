@@ -264,6 +264,8 @@ class Frontend:
     def run(self):
         """Press Run, with the server's cache empty: a node that does not run again shows no text of its own."""
         _post(f"{self.url}/free", {"free_memory": True})
+        # the server does it when it waits for prompts, and would take ours first if it were there already
+        self.page.wait_for_timeout(1000)
         self.page.get_by_test_id("queue-button").click()
 
     def wait_for_texts(self, timeout_s: float = 60) -> list[str]:
