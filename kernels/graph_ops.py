@@ -1,8 +1,8 @@
 """The passes around Linears as torch.library ops, for torch.compile: one opaque call each, with known outputs.
 
 A graph passes quantised rows on as (codes [M, K] int8, scale [M] float32); no two outputs of an op, and no output and
-input, share memory, which PyTorch refuses from 2.12 on. Which implementation runs is decided when the
-graph runs. The functions here are for traced code only; they take what the ops of the same names take.
+input, share memory, which PyTorch says it refuses from 2.12 on. Which implementation runs is decided when the graph runs.
+The functions here are for traced code only; they take what the ops of the same names take.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ def empty_rows(
 ) -> tuple[torch.Tensor | tuple, torch.Tensor, torch.Tensor]:
     """Memory for M quantised rows of K columns.
 
-    packed: False for two tensors with any implementation; what a graph's op returns may share no memory.
-
+    Args:
+        implementation: "triton" or "torch", which will write the rows.
+        packed: False for two tensors with any implementation; what a graph's op returns may share no memory.
     Returns:
         rows for `PreparedLinear.with_rows`, and views of their parts: q [M, K] int8, scale [M] float32.
     """

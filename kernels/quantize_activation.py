@@ -2,7 +2,8 @@
 
 As quantize_rows with an `input_act`, but rounded to the dtype of the activation where PyTorch's own operations round:
 after the SiLU and after the product, or after the GELU, unless told otherwise. The halves of one [gate | up] tensor are read
-where they lie, and columns that come before the activation's in the next Linear are read from a tensor of their own: nothing is joined first.
+where they lie, and columns that come before the activation's in the next Linear are read from a tensor of their own: nothing
+is joined first.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ HOPPER = Outlook(
         ),
         Claim("The same at 768 px: 94.7 ms bf16, 61.3 ms INT8 and fused (1.54x).", MEASURED, "H200"),
         Claim(
-            "One step of Flux.2 Klein 9B 1.56x, Krea 2 1.56x, Z-Image 1.41x, Wan 2.2 14B 1.13x; Qwen-Image 1.00x, or 1.39x "
+            "One step of Flux.2 Klein 9B 1.54x, Krea 2 1.56x, Z-Image 1.41x, Wan 2.2 14B 1.13x; Qwen-Image 1.00x, or 1.39x "
             "in a CUDA graph.",
             MEASURED,
             "H200, fused, against bf16",

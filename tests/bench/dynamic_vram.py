@@ -9,9 +9,7 @@ long the CPU is busy with a step. What the time limit cuts off is named.
 """
 
 import argparse
-import importlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,25 +24,13 @@ from machine import load_comfy, load_kernels
 SIZES, STEPS = (1024, 768), 2
 
 
-def before_import(begin) -> None:
-    """Call `begin` with the host's command line read as an empty one."""
-    arguments, sys.argv = sys.argv, ["main.py"]
-    sys.path.insert(0, os.environ["COMFYUI_PATH"])
-    importlib.import_module("comfy.options").enable_args_parsing()
-    begin()
-    sys.argv = arguments
-
-
 @torch.inference_mode()
 def one_way(dynamic: bool, results: Results, rounds: int) -> None:
     """Measure in this process, with or without dynamic VRAM."""
     load_kernels()
     from packtest.flag_run import begin_dynamic_vram
 
-    if dynamic:
-        # before anything of the host is imported, as its main.py does
-        before_import(begin_dynamic_vram)
-    comfy = load_comfy()
+    comfy = load_comfy(before=begin_dynamic_vram if dynamic else None)
     from native_int8.nodes.int8 import host_backend, patcher, speeds
 
     base = comfy.sd.load_diffusion_model_state_dict(random_state(comfy), disable_dynamic=not dynamic)

@@ -22,13 +22,18 @@ def load_kernels():
     return importlib.import_module(f"{packtest.NAME}.kernels")
 
 
-def load_comfy():
-    """ComfyUI's `comfy` package from COMFYUI_PATH (or already importable), as its main program would import it."""
+def load_comfy(before=None):
+    """ComfyUI's `comfy` package from COMFYUI_PATH (or already importable), as its main program would import it.
+
+    before: called once its command line is read and before anything else of it is imported.
+    """
     arguments, sys.argv = sys.argv, ["main.py"] + ([] if torch.cuda.is_available() else ["--cpu"])
     path = os.environ.get("COMFYUI_PATH")
     if path:
         sys.path.insert(0, str(Path(path).resolve()))
     importlib.import_module("comfy.options").enable_args_parsing()
+    if before is not None:
+        before()
     for name in ("comfy.sd", "comfy.utils", "comfy.quant_ops", "comfy.patcher_extension", "comfy.model_management"):
         importlib.import_module(name)
     sys.argv = arguments

@@ -72,5 +72,5 @@ def test_an_int8_block_differs_by_what_inductor_does_not_round(model, monkeypatc
     int8, floating = found
     assert 0 < floating[1] <= 0.02
     assert int8[1] <= 3 * floating[1]
-    # how well inductor emulates eager rounding on a CPU depends on its version
-    assert int8[0] <= max(1e-3, 3 * floating[0])
+    # some versions of inductor do not emulate eager rounding on a CPU, not even of a float block
+    assert int8[0] <= (1e-3 if floating[0] <= 1e-3 else 3 * floating[0])

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from native_int8.kernels import LowRank, add_low_rank
+from native_int8.kernels import add_low_rank
 from native_int8.nodes.int8 import (
     audit,
     benchmark,
@@ -17,11 +17,11 @@ from native_int8.nodes.int8 import (
     tuned_tiles,
 )
 from packtest.host_parts import fill, host_class
-from packtest.loras import add_lora, int8_linears, lora_file
+from packtest.loras import add_lora, int8_linears, lora_file, low_rank
 from packtest.short_runs import call
 
 pytestmark = pytest.mark.comfy
-DIM, HIDDEN, RANK, TEXT = 64, 128, 32, 4096
+DIM, HIDDEN, TEXT = 64, 128, 4096
 
 ARGUMENTS = {
     "ldm.lightricks.model.FeedForward": lambda kind, operations, **static: kind(
@@ -71,12 +71,6 @@ def inputs():
     return torch.randn((2, 9, DIM), generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-def low_rank(layer, seed):
-    g = torch.Generator().manual_seed(seed)
-    down, up = torch.randn((RANK, layer.in_features), generator=g), torch.randn((layer.out_features, RANK), generator=g)
-    return LowRank((down * 0.1).bfloat16(), (up * 0.1).bfloat16())
-
-
 def activated(direct, hidden):
     if direct.act == direct_linears.GELU:
         return torch.nn.functional.gelu(hidden, approximate="tanh")
@@ -107,7 +101,7 @@ def test_the_last_linear_gets_its_lora(model, direct, short):
     hidden, _ = call(direct.first, inputs())
     expected = call(model, inputs(), short=False)[0].float()
     for seed, layer in enumerate((direct.first, direct.last)):
-        setattr(layer, short_way.BRANCH, low_rank(layer, seed))
+        setattr(layer, short_way.BRANCH, low_rank(layer, seed, size=0.1))
     with short_way.seated(model), direct_linears.seated(model):
         got, _ = call(model, inputs(), short=short)
     add = direct.last.__dict__[short_way.BRANCH]
@@ -169,7 +163,7 @@ def test_a_compiler_sees_the_lora(model, direct):
     with short_way.seated(model), direct_linears.seated(model):
         plain, _ = call(compiled, x, short=False)
         assert torch.equal(plain, call(model, x, short=False)[0])
-        setattr(direct.last, short_way.BRANCH, low_rank(direct.last, 1))
+        setattr(direct.last, short_way.BRANCH, low_rank(direct.last, size=0.1))
         got, _ = call(compiled, x, short=False)
         assert not torch.equal(got, plain)
         expected, _ = call(model, x, short=False)

@@ -4,10 +4,10 @@ import threading
 
 import pytest
 import torch
-from native_int8.kernels import LowRank
 from native_int8.nodes.int8 import host_backend, patcher, short_way, speeds
 from native_int8.nodes.int8.fusion import guards, registry
 from packtest.host_parts import fill
+from packtest.loras import low_rank
 from packtest.short_runs import fused_call as call
 from packtest.short_runs import half_scale, instance_attributes
 from packtest.whole_classes import IDEOGRAM_4, ideogram4
@@ -136,16 +136,10 @@ def test_a_patched_block_runs_unfused(model, name, known_before):
     assert torch.equal(got, expected)
 
 
-def low_rank(layer, seed):
-    g = torch.Generator().manual_seed(seed)
-    down, up = torch.randn((32, layer.in_features), generator=g), torch.randn((layer.out_features, 32), generator=g)
-    return LowRank((down * 0.02).bfloat16(), (up * 0.02).bfloat16())
-
-
 def with_branches(block):
     for name in ("attention.qkv", "attention.o", "feed_forward.w1", "feed_forward.w2"):
         layer = block.get_submodule(name)
-        setattr(layer, short_way.BRANCH, low_rank(layer, 3))
+        setattr(layer, short_way.BRANCH, low_rank(layer))
 
 
 def norm_patch(block):

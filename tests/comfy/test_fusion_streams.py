@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from native_int8.kernels import LowRank
 from native_int8.nodes.int8 import host_backend, short_way
 from native_int8.nodes.int8.fusion import flux, qwen_image, registry
 from packtest.host_parts import fill, turns
+from packtest.loras import WEIGHT_CHANGES, change_weights
 from packtest.short_runs import fused_call
 
 pytestmark = pytest.mark.comfy
@@ -196,12 +196,6 @@ def test_the_host_s_in_place_addition_is_left_out(comfy):
     assert torch.equal(got_img, expected_img) and torch.equal(got_txt, expected_txt)
 
 
-def low_rank(layer):
-    g = torch.Generator().manual_seed(3)
-    down, up = torch.randn((32, layer.in_features), generator=g), torch.randn((layer.out_features, 32), generator=g)
-    return LowRank((down * 0.02).bfloat16(), (up * 0.02).bfloat16())
-
-
 def make(comfy, name, batch=1):
     """A model, its inputs, and how many of its blocks run fused."""
     if name == "qwen":
@@ -210,17 +204,11 @@ def make(comfy, name, batch=1):
 
 
 @pytest.mark.parametrize("name", ["qwen", *FLUX])
-@pytest.mark.parametrize("how", ["LoRA", "weight function", "weight held elsewhere"])
+@pytest.mark.parametrize("how", WEIGHT_CHANGES)
 def test_what_the_host_does_to_weights_is_done_in_a_fused_block(comfy, name, how):
     model, inputs, blocks = make(comfy, name)
     plain, _ = fused_call(model, *inputs)
-    for layer in model.modules():
-        if short_way.is_known(layer) and how == "LoRA":
-            setattr(layer, short_way.BRANCH, low_rank(layer))
-        elif short_way.is_known(layer) and how == "weight function":
-            layer.weight_function = [lambda weight: weight * 1.25]
-        elif short_way.is_known(layer):
-            layer._v = object()
+    change_weights(model, how)
     expected, _ = fused_call(model, *inputs, fused=False)
     got, run = fused_call(model, *inputs)
     assert sum(run.fused.values()) == blocks and not run.unfused

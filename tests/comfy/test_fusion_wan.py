@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from native_int8.kernels import LowRank, residual_norm
+from native_int8.kernels import residual_norm
 from native_int8.kernels.residual_norm_triton import constants_of
 from native_int8.nodes.int8 import direct_linears, host_backend, short_way
 from native_int8.nodes.int8.fusion import pieces, registry, wan
 from packtest.host_parts import fill, turns
+from packtest.loras import WEIGHT_CHANGES, change_weights, low_rank
 from packtest.short_runs import fused_call
 
 pytestmark = pytest.mark.comfy
@@ -249,23 +250,11 @@ def test_patches_on_the_affine_norm_are_applied(make):
     assert torch.equal(got, expected) and not torch.equal(got, plain)
 
 
-def low_rank(layer):
-    g = torch.Generator().manual_seed(3)
-    down, up = torch.randn((32, layer.in_features), generator=g), torch.randn((layer.out_features, 32), generator=g)
-    return LowRank((down * 0.02).bfloat16(), (up * 0.02).bfloat16())
-
-
-@pytest.mark.parametrize("how", ["LoRA", "weight function", "weight held elsewhere"])
+@pytest.mark.parametrize("how", WEIGHT_CHANGES)
 def test_what_the_host_does_to_weights_is_done_in_a_fused_block(make, how):
     row = make("i2v", 64)
     plain, _ = fused_call(row, *inputs(2), {})
-    for layer in row.modules():
-        if short_way.is_known(layer) and how == "LoRA":
-            setattr(layer, short_way.BRANCH, low_rank(layer))
-        elif short_way.is_known(layer) and how == "weight function":
-            layer.weight_function = [lambda weight: weight * 1.25]
-        elif short_way.is_known(layer):
-            layer._v = object()
+    change_weights(row, how)
     with direct_linears.seated(row):
         expected, got, run = both(row, *inputs(2))
     assert run.fused == {"Wan": 2} and not run.unfused

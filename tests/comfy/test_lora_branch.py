@@ -10,8 +10,8 @@ pytestmark = pytest.mark.comfy
 
 # of the delta's norm, on the output of one layer
 CLOSE = 0.02
-# in float32, as on a CPU; on a GPU the stacks are bfloat16
-EXACT, SAME_PICTURE = (5e-3, 0.998) if torch.cuda.is_available() else (1e-4, 0.999)
+# in float32, as on a CPU; on a GPU the stacks are bfloat16, which rounds by up to 2^-8, and so are the steps of a picture
+EXACT, SAME_PICTURE = (2.0**-8, 0.998) if torch.cuda.is_available() else (1e-4, 0.999)
 
 
 @pytest.fixture

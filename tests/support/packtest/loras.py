@@ -14,6 +14,32 @@ def int8_linears(model) -> dict:
     }
 
 
+def low_rank(layer, seed: int = 3, size: float = 0.02, rank: int = 32):
+    """What LoRAs add to a Linear, as kernels.LowRank in bf16; both factors are normal with `size` as standard deviation."""
+    from native_int8.kernels import LowRank
+
+    g = torch.Generator().manual_seed(seed)
+    down, up = _randn(rank, layer.in_features, generator=g), _randn(layer.out_features, rank, generator=g)
+    return LowRank((down * size).bfloat16(), (up * size).bfloat16())
+
+
+# what the host does to INT8 weights, or has done to them beside the product
+WEIGHT_CHANGES = ("LoRA", "weight function", "weight held elsewhere")
+
+
+def change_weights(model: torch.nn.Module, how: str) -> None:
+    """Do one of WEIGHT_CHANGES to every INT8 Linear inside a diffusion model."""
+    from native_int8.nodes.int8 import short_way
+
+    for layer in filter(short_way.is_known, model.modules()):
+        if how == "LoRA":
+            setattr(layer, short_way.BRANCH, low_rank(layer))
+        elif how == "weight function":
+            layer.weight_function = [lambda weight: weight * 1.25]
+        else:
+            layer._v = object()
+
+
 def _randn(*shape, generator, scale=1.0):
     return torch.randn(shape, generator=generator) * scale
 
