@@ -18,6 +18,8 @@ pytestmark = [
 ]
 
 RUNS = 50
+# glibc gives back at once what is larger than this; by default it may keep up to 64 MB of what was freed
+MALLOC = ("env", f"MALLOC_MMAP_THRESHOLD_={1 << 20}", f"MALLOC_TRIM_THRESHOLD_={1 << 20}")
 # the host collects garbage so often while it waits for prompts
 GARBAGE_SECONDS = 10
 # the kinds of prompts that take turns: a plain MODEL, a LoRA, the same at another strength
@@ -33,7 +35,7 @@ def host(tmp_path):
     save_file(block_lora(), tmp_path / "models/loras" / LORA)
     packs = {"native-int8-dit": ROOT, "emoji_pack": ROOT / "tests/demo/emoji_pack"}
     # by default the host keeps the outputs of every prompt while there is memory, and would run six of fifty
-    with server.start(tmp_path, packs, ["--cache-classic"]) as running:
+    with server.start(tmp_path, packs, ["--cache-classic"], prefix=MALLOC) as running:
         yield running
 
 
